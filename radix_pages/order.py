@@ -41,7 +41,7 @@ def _slru(page_size: int, protected_threshold: int = 2) -> Order:
 
 
 def _tlru(page_size: int, threshold: float = 0, next_prompt_estimate: float = 0) -> Order:
-    """Tail-optimised LRU (arXiv:2510.15952's idea as SGLang has it); both parameters are in tokens.
+    """Tail-optimised LRU (arXiv:2510.15152's idea as SGLang has it); both parameters are in tokens.
 
     A branch that once was L tokens deep needs only L + next_prompt_estimate - threshold tokens cached to stay
     within its time to first token. Nodes that start beyond that go first, the rest by recency.

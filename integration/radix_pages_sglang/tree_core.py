@@ -57,10 +57,6 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        components = tuple(params.tree_components or ())
-        if components != (FULL,):
-            names = ", ".join(component.name for component in components) or "none"
-            raise ValueError(f"radix_pages handles full attention only; this model's cache components are: {names}")
         allocator = params.token_to_kv_pool_allocator
         self.device = torch.device(allocator.device if allocator is not None else "cpu")
         self.page_size = params.page_size
