@@ -1,0 +1,80 @@
+"""What evictions were asked for and what they did, per process, reported in `/server_info`."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+
+COUNT_STOCK = "RADIX_PAGES_COUNT_STOCK"
+"""Environment variable: with `1`, servers without our backend count their evictions too (for comparisons)."""
+
+STATE_KEY = "radix_pages"
+"""Under this key each rank's entry of `/server_info` -> `internal_states` carries our state."""
+
+
+@dataclass(slots=True)
+class EvictionCounts:
+    """Totals since start. `asked_tokens` is what allocators lacked, `asked_page_rounded` that in whole pages per
+    eviction, `unmet_tokens` the part of it for which nothing evictable was left."""
+
+    evictions: int = 0
+    asked_tokens: int = 0
+    asked_page_rounded: int = 0
+    evicted_tokens: int = 0
+    unmet_tokens: int = 0
+    pages_reclaimed: int = 0
+    eviction_seconds: float = 0.0
+
+    def record(self, asked_tokens: int, evicted_tokens: int, page_size: int, seconds: float) -> None:
+        """One eviction."""
+        rounded = -(-asked_tokens // page_size) * page_size
+        self.evictions += 1
+        self.asked_tokens += asked_tokens
+        self.asked_page_rounded += rounded
+        self.evicted_tokens += evicted_tokens
+        self.unmet_tokens += max(rounded - evicted_tokens, 0)
+        self.pages_reclaimed += evicted_tokens // page_size
+        self.eviction_seconds += seconds
+
+
+_stock_counts: WeakKeyDictionary = WeakKeyDictionary()
+
+
+def register_hooks() -> None:
+    """Report in `/server_info`; with COUNT_STOCK also count what SGLang's own cache does. Changes no result."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
+        _add_state,
+        HookType.AFTER,
+    )
+    if os.environ.get(COUNT_STOCK) == "1":
+        HookRegistry.register(
+            "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.evict_for_alloc",
+            _count_stock_eviction,
+            HookType.AROUND,
+        )
+
+
+def _add_state(result, controller, *args, **kwargs):
+    cache = controller.scheduler.tree_cache
+    if hasattr(cache, "eviction_counts"):  # ours; its class cannot be imported here, it imports this module
+        result.internal_state[STATE_KEY] = cache.state()
+    elif os.environ.get(COUNT_STOCK) == "1":
+        result.internal_state[STATE_KEY] = asdict(_stock_counts.setdefault(cache, EvictionCounts()))
+    return result
+
+
+def _count_stock_eviction(evict_for_alloc, cache, params: EvictParams, **kwargs) -> EvictResult:
+    start = time.perf_counter()
+    result = evict_for_alloc(cache, params, **kwargs)
+    counts = _stock_counts.setdefault(cache, EvictionCounts())
+    counts.record(params.num_tokens, result.num_tokens_evicted, cache.page_size, time.perf_counter() - start)
+    return result
