@@ -7,8 +7,9 @@ from typing import Any, TypeAlias
 Namespace: TypeAlias = tuple[str | None, str | None]
 """What keeps equal tokens apart: (extra_key, cache_salt), compared as a pair and never joined."""
 
-ChildKey: TypeAlias = "bytes | tuple[Namespace, bytes]"
-"""A child is found by the bytes of its first page; below the root of a namespace, by (namespace, bytes)."""
+ChildKey: TypeAlias = "bytes | tuple[Namespace, bytes] | int"
+"""A child is found by the bytes of its first page; below the root in a namespace, by (namespace, bytes). An
+overwritten child is kept under its id, where no key can find it."""
 
 
 class Node:
@@ -19,7 +20,8 @@ class Node:
     together. `tick` is the last access, `created` the first, both logical. `hits` counts requests. `start` is the
     number of pages before this node on its path and `branch` the deepest path, in pages, that ever ran through
     it (evictions do not lower it). `held` counts the locks taken on this very node, `locks` those on it and below.
-    `queued` is the key under which an eviction queue last filed the node, None when it did not.
+    `queued` is the key under which an eviction queue last filed the node, None when it did not. `is_overwritten`
+    marks a node whose slots a request has filled with other tokens' KV: it cannot be found and goes when unlocked.
     """
 
     __slots__ = (
@@ -29,6 +31,7 @@ class Node:
         "held",
         "hits",
         "id",
+        "is_overwritten",
         "labels",
         "locks",
         "namespace",
@@ -70,6 +73,7 @@ class Node:
         self.start: int = 0 if parent is None else parent.start + parent.num_pages
         self.branch = self.start + num_pages
         self.queued: Any = None
+        self.is_overwritten = False
 
     @property
     def is_leaf(self) -> bool:

@@ -61,13 +61,16 @@ class Insertion:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """Pages that left the tree, with what it knew of them. The caller owns the payload now."""
+    """Pages that left the tree, with what their node knew of them. The caller owns the payload now."""
 
     num_pages: int
     tokens: bytes
     payload: Any
     labels: list[Any] | None
     namespace: Namespace | None
+    created: int
+    tick: int
+    hits: int
 
 
 class RadixTree:
@@ -108,6 +111,8 @@ class RadixTree:
         """Under what `node`'s parent keeps it; the root has no such key (TreeError)."""
         if node.parent is None:
             raise TreeError(f"node {node.id} has no parent")
+        if node.is_overwritten and not node.parent.is_overwritten:
+            return node.id
         return self._child_key(node.parent, node.tokens, 0, node.namespace)
 
     def node(self, node_id: int) -> Node:
@@ -253,11 +258,14 @@ class RadixTree:
         self.protected_pages += newly
         return node
 
-    def unlock(self, node_id: int) -> Node:
-        """Undo one `lock` of this node. Raises UnknownNodeError when it is gone, TreeError when it is not locked."""
+    def unlock(self, node_id: int) -> list[Removal]:
+        """Undo one `lock` of this node; returns overwritten pages that this lets go, almost always none.
+
+        Raises UnknownNodeError when the node is gone, TreeError when it holds no lock.
+        """
         node = self.node(node_id)
         if node.parent is None:
-            return node
+            return []
         if not node.held:
             raise TreeError(f"node {node_id} holds no lock: it was unlocked more often than locked")
         node.held -= 1
@@ -270,9 +278,37 @@ class RadixTree:
             up = up.parent
         self.evictable_pages += freed
         self.protected_pages -= freed
+        if node.is_overwritten:
+            return self._drop_overwritten(node)
         if node.is_leaf:
             self._leaves.offer(node)
-        return node
+        return []
+
+    def mark_overwritten(self, node: Node) -> list[Removal]:
+        """A request has put other tokens' KV into `node`'s slots: nothing may find `node` or what is below it.
+
+        What no lock protects leaves at once and is returned; the rest leaves at its last unlock.
+        """
+        parent = node.parent
+        if parent is None:
+            raise TreeError(f"node {node.id} has no parent")
+        del parent.children[self.child_key(node)]
+        below = [node]
+        for each in below:
+            below += each.children.values()
+            each.is_overwritten = True
+        parent.children[self.child_key(node)] = node
+        return [removal for each in reversed(below) if each.is_leaf for removal in self._drop_overwritten(each)]
+
+    def _drop_overwritten(self, node: Node) -> list[Removal]:
+        """Remove `node` and then its parents, as far as they are overwritten leaves."""
+        removals = []
+        while node.is_overwritten and node.is_leaf:
+            parent = node.parent
+            assert parent is not None
+            removals.append(self.remove(node))
+            node = parent
+        return removals
 
     # -- removal --
 
@@ -288,7 +324,7 @@ class RadixTree:
         self.evictable_pages -= leaf.num_pages
         if parent.is_leaf:
             self._leaves.offer(parent)
-        return Removal(leaf.num_pages, leaf.tokens, leaf.payload, leaf.labels, leaf.namespace)
+        return _removal(leaf, leaf.num_pages, leaf.tokens, leaf.payload, leaf.labels)
 
     def trim(self, leaf: Node, num_pages: int) -> Removal:
         """Take the last `num_pages` pages of a leaf out of the tree and give what is left a new id.
@@ -302,13 +338,8 @@ class RadixTree:
         cut = self.geometry.slots(keep)
         tokens, labels = leaf.tokens, leaf.labels
         cut_bytes = keep * self._page_bytes
-        removal = Removal(
-            num_pages,
-            tokens[cut_bytes:],
-            leaf.payload[cut:],
-            None if labels is None else labels[keep:],
-            leaf.namespace,
-        )
+        gone = None if labels is None else labels[keep:]
+        removal = _removal(leaf, num_pages, tokens[cut_bytes:], leaf.payload[cut:], gone)
         leaf.payload = self._copy(leaf.payload[:cut])
         leaf.tokens = tokens[:cut_bytes]
         leaf.labels = None if labels is None else labels[:keep]
@@ -412,3 +443,7 @@ class RadixTree:
             if node.parent is None:
                 why = "no place in the tree"
             raise TreeError(f"node {node.id} cannot be evicted: it has {why}")
+
+
+def _removal(leaf: Node, num_pages: int, tokens: bytes, payload: Any, labels: list[Any] | None) -> Removal:
+    return Removal(num_pages, tokens, payload, labels, leaf.namespace, leaf.created, leaf.tick, leaf.hits)

@@ -1,8 +1,14 @@
-"""Units: slots, pages and runs of pages. All arithmetic between them lives here."""
+"""Units: slots, pages, frames and runs of pages. All arithmetic between them lives here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+Ids = TypeVar("Ids", int, np.ndarray)
+"""One id or an array of ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +35,19 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How tokens, slots and pages relate.
+    """How tokens, slots, pages and frames relate.
 
     `page_size` is in slots (one slot holds one token's KV). `token_bytes` is what one token takes in a tree key:
     8 for a plain int64 token id, 16 for a pair of them (EAGLE keys every position by two neighbouring tokens).
+    Page 0 and with it frame 0 exist but never hold KV: SGLang writes the output of padding there.
     """
 
     page_size: int
     token_bytes: int = 8
+    pages_per_frame: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "token_bytes"):
+        for name in ("page_size", "token_bytes", "pages_per_frame"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
@@ -59,3 +67,27 @@ class Geometry:
     def pages_to_hold(self, num_slots: int) -> int:
         """The least pages with room for `num_slots` slots."""
         return -(-num_slots // self.page_size)
+
+    def frames_to_hold(self, num_pages: int) -> int:
+        """The least frames with room for `num_pages` pages: the packed floor of so many held pages."""
+        return -(-num_pages // self.pages_per_frame)
+
+    def page_of(self, slot: Ids) -> Ids:
+        """The page that holds `slot`."""
+        return slot // self.page_size
+
+    def place_in_page(self, slot: Ids) -> Ids:
+        """Where in its page `slot` is, from 0."""
+        return slot % self.page_size
+
+    def frame_of(self, page: Ids) -> Ids:
+        """The frame that holds `page`."""
+        return page // self.pages_per_frame
+
+    def first_page(self, frame: Ids) -> Ids:
+        """The first page of `frame`."""
+        return frame * self.pages_per_frame
+
+    def first_slot(self, page: Ids) -> Ids:
+        """The first slot of `page`."""
+        return page * self.page_size

@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[1]
 
 MAY_IMPORT = {
     "units": set(),
+    "ledger": {"units"},
+    "placement": {"units", "ledger"},
     "node": {"units"},
     "tree": {"units", "node"},
     "order": {"node"},

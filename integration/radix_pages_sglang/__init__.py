@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def _register_rest() -> None:
-    from radix_pages_sglang import support
+    from radix_pages_sglang import counts, hooks, support
 
     support.check_version()
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -44,6 +44,8 @@ def _register_rest() -> None:
 
     register_tree_core_backend(BACKEND, _tree_core_factory)
     register_resolution_hook("handle_cache_compatibility")(support.check_arguments)
+    counts.register_hooks()
+    hooks.register()
 
 
 def _cache_factory(ctx):
@@ -58,8 +60,15 @@ def _cache_factory(ctx):
         ) from _failure
     from sglang.srt.mem_cache.registry import create_unified_radix_cache
 
+    from radix_pages_sglang.allocator import FrameAware
     from radix_pages_sglang.cache import RadixPagesCache
 
+    if not isinstance(ctx.params.token_to_kv_pool_allocator, FrameAware):
+        raise support.UnsupportedError(
+            f"--radix-cache-backend {BACKEND} could not put its slot allocator in place: SGLang built a "
+            f"{type(ctx.params.token_to_kv_pool_allocator).__name__}. Look for 'Failed to apply hooks' in the log; "
+            "another plugin may have replaced KVCacheConfigurator."
+        )
     ctx.params.tree_core_backend = BACKEND
     return create_unified_radix_cache(ctx, cache_class=RadixPagesCache)
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, DecLockRefResult, EvictParams, EvictResult
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
+
+from radix_pages_sglang import convert
+from radix_pages_sglang.allocator import FrameAware
+from radix_pages_sglang.counts import EvictionCounts
+from radix_pages_sglang.metrics import CacheMetrics, MinuteLog, TickClock, frames_by_occupancy
 
 
 class RadixPagesCache(UnifiedRadixCache):
@@ -19,6 +26,18 @@ class RadixPagesCache(UnifiedRadixCache):
     which are refused at start-up; the core implements it too, for whoever drives a core directly.
     """
 
+    def __init__(self, params: CacheInitParams) -> None:
+        self.eviction_counts = EvictionCounts()
+        self._clock = TickClock()
+        self._log = MinuteLog()
+        self._gauges_set = 0.0
+        super().__init__(params)
+        self._metrics = None if self.metrics_collector is None else CacheMetrics(self.metrics_collector.labels)
+        allocator = params.token_to_kv_pool_allocator
+        self._frames = allocator if isinstance(allocator, FrameAware) else None
+        if self._frames is not None:
+            self._frames.cache = self
+
     @rank_consensus(same_params=True, same_results=True)
     def evict(self, params: EvictParams) -> EvictResult:
         if self.disable:
@@ -28,8 +47,35 @@ class RadixPagesCache(UnifiedRadixCache):
         if evicted.num_tokens:
             # Whole pages in key order: one page-exact segment.
             self.token_to_kv_pool_allocator.free_segment(evicted.slots, start_pos=0)
+        seconds = time.perf_counter() - start_time
+        self.eviction_counts.record(params.num_tokens, evicted.num_tokens, self.page_size, seconds)
         self.update_eviction_metrics(evicted.num_tokens, start_time)
+        if self._metrics is not None and evicted.num_tokens:
+            self._clock.sample(self.tree_core.tree.tick)
+            self._metrics.evicted(evicted.removals, params.num_tokens, self.eviction_counts, self._clock)
+        if self._frames is not None and self._frames.ledger_is_at_hand and start_time - self._gauges_set >= 1:
+            self.report_occupancy()
         return EvictResult(num_tokens_evicted=evicted.num_tokens)
+
+    def report_occupancy(self) -> None:
+        """Set the gauges and say the minute's log line. Waits for the device where the ledger is not at hand."""
+        self._gauges_set = time.perf_counter()
+        ledger = self._frames.ledger()
+        occupancy = ledger.occupancy_report()
+        if self._metrics is not None:
+            self._metrics.occupied(occupancy, ledger)
+        if self._log.is_due(self.eviction_counts):
+            self._log.speak(self.eviction_counts, occupancy)
+
+    def state(self) -> dict[str, object]:
+        """What `/server_info` tells of this rank."""
+        state: dict[str, object] = asdict(self.eviction_counts)
+        if self._frames is not None:
+            ledger = self._frames.ledger()
+            state |= asdict(ledger.occupancy_report())
+            state |= {"frames_emptied": ledger.frames_emptied, "frames_refilled": ledger.frames_refilled}
+            state |= asdict(self._frames.geometry) | {"frames_by_occupancy": frames_by_occupancy(ledger)}
+        return state
 
     @rank_consensus(same_params=["params", "allocation_reclaim_satisfied is not None"], same_results=True)
     def evict_for_alloc(
@@ -41,3 +87,36 @@ class RadixPagesCache(UnifiedRadixCache):
         if allocation_reclaim_satisfied is not None:
             raise NotImplementedError("radix_pages shares no memory between components: joint reclaim cannot occur")
         return self.evict(params)
+
+    def dec_lock_ref(self, node_id: int, params: DecLockRefParams, skip_swa: bool = False) -> DecLockRefResult:
+        result = super().dec_lock_ref(node_id, params, skip_swa)
+        pending = self.tree_core.pending_actions
+        if pending:  # pages that a request overwrote leave with their last lock
+            self.tree_core.pending_actions = []
+            self._apply_cache_actions(pending)
+        return result
+
+    def recount(self) -> list[str]:
+        """Everything on which tree, ledger and sessions disagree, a sentence each. For idle servers: no request
+        may hold a row. Waits for the device."""
+        self.report_occupancy()
+        found = self.tree_core.disagreements()
+        ledger = self.token_to_kv_pool_allocator.ledger()
+        owners = {"the tree": self.tree_core.pages()}
+        for session_id, kv in self.session_records().items():
+            if kv.holds_kv:
+                row = self.req_to_token_pool.req_to_token[kv.req_pool_idx]
+                own = row[kv.cache_protected_len : kv.kv_allocated_len]
+                owners[f"session {session_id}"] = convert.distinct_pages(own, self.tree_core.geometry)
+        owner_of: dict[int, str] = {}
+        for owner, pages in owners.items():
+            for page in pages:
+                if page in owner_of:
+                    found.append(f"page {page} belongs to {owner_of[page]} and to {owner}")
+                owner_of[page] = owner
+                if not ledger.held_bytes[page]:
+                    found.append(f"page {page} belongs to {owner} and is free")
+        lost = [page for page in range(1, ledger.num_pages + 1) if ledger.held_bytes[page] and page not in owner_of]
+        if lost:
+            found.append(f"{len(lost)} pages are held by nobody: {lost[:16]}")
+        return found

@@ -15,7 +15,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from radix_pages.units import Geometry
 
 if TYPE_CHECKING:
-    from radix_pages.node import Namespace, Node
+    from radix_pages.node import Namespace
 
 _TOKEN_BYTES = 8
 
@@ -68,6 +68,26 @@ def concatenated(payloads: list[torch.Tensor], device: torch.device) -> torch.Te
     return payloads[0] if len(payloads) == 1 else torch.cat(payloads)
 
 
-def slots_of(nodes: list[Node], device: torch.device) -> list[int]:
-    """The slots of several nodes as Python ints, in one copy. Waits for the device."""
-    return concatenated([node.payload for node in nodes], device).tolist()
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor as an array; shares memory on a CPU, waits for a device."""
+    return tensor.detach().cpu().numpy()
+
+
+def host_ints(tensor: torch.Tensor) -> list[int]:
+    """The tensor as Python ints; waits for a device."""
+    return tensor.tolist()
+
+
+def page_ids(slots: torch.Tensor, geometry: Geometry) -> list[int]:
+    """The page of every first slot in `slots`, which holds whole pages in order. Waits for a device."""
+    return geometry.page_of(slots[:: geometry.page_size]).tolist()
+
+
+def distinct_pages(slots: torch.Tensor, geometry: Geometry) -> list[int]:
+    """The pages of any run of slots, each once. Waits for a device."""
+    return torch.unique(geometry.page_of(slots.to(torch.int64))).tolist()
+
+
+def same_slots(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two runs name the same slots; waits for a device."""
+    return torch.equal(one, other)

@@ -197,9 +197,15 @@ def _check_pools(params: CacheInitParams) -> None:
         ReqToTokenPool,
     )
 
+    from radix_pages_sglang.allocator import RadixPagesPagedAllocator, RadixPagesTokenAllocator
+
     # Exact types: a subclass may give slots another meaning, as SGLang's striped and widened ones do.
     allocator = params.token_to_kv_pool_allocator
-    _check_type("slot allocator", allocator, TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator)
+    stock, ours = (
+        (TokenToKVPoolAllocator, PagedTokenToKVPoolAllocator),
+        (RadixPagesTokenAllocator, RadixPagesPagedAllocator),
+    )
+    _check_type("slot allocator", allocator, *stock, *ours)
     _check_type(
         "KV pool",
         allocator.get_kvcache(),

@@ -30,7 +30,7 @@ from radix_pages.node import Node
 from radix_pages.order import LeafQueue, make_order
 from radix_pages.planner import plan_pages
 from radix_pages.reclaim import reclaim
-from radix_pages.tree import RadixTree, TreeError
+from radix_pages.tree import RadixTree, Removal, TreeError
 from radix_pages_sglang import convert
 from radix_pages_sglang.events import TreeEvents
 from radix_pages_sglang.no_host_tier import DeviceOnlyTreeCore
@@ -48,6 +48,7 @@ class Evicted(NamedTuple):
 
     num_tokens: int
     slots: torch.Tensor
+    removals: list[Removal]
 
 
 class RadixPagesTreeCore(DeviceOnlyTreeCore):
@@ -68,6 +69,7 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
         self.events = TreeEvents(params, self.is_eagle)
         self.kv_events = self.events.recorder
         self._evict_tokens = 0
+        self.pending_actions: list[FreeDeviceKV] = []
         self._remember_empty_match()
 
     def reset(self) -> None:
@@ -139,11 +141,28 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
         if params.track_adopted_ranges:
             added = 0 if leaf is None else leaf.num_pages * page_size
             result.adopted_ranges = {FULL: [(matched, matched + added)]} if added else {}
-        actions = []
+        actions = self._overwritten(done.node, value[matched : matched + page_size]) if done.declined else []
         if params.prev_prefix_len < matched and not done.declined:
             # What the tree had already: the caller's own copy of it goes back to the allocator.
             actions.append(FreeDeviceKV([value[params.prev_prefix_len : matched]]))
         return InsertStepResult(actions, result)
+
+    def _overwritten(self, above: Node, first_page: torch.Tensor) -> list[FreeDeviceKV]:
+        """A request rewrote tokens that it had inserted, in the same slots: take the old span out of reach.
+
+        It is the locked child of `above` that owns these slots. Waits for the device, in this rare case alone.
+        """
+        for child in above.children.values():
+            if child.locks and convert.same_slots(child.payload[: self.page_size], first_page):
+                return self._freed(self.tree.mark_overwritten(child))
+        return []
+
+    def _freed(self, removals: list[Removal]) -> list[FreeDeviceKV]:
+        """The actions that give removed pages back, with their events recorded."""
+        if self.events.enabled:
+            for removal in removals:
+                self.events.removed(removal)
+        return [FreeDeviceKV([removal.payload for removal in removals])] if removals else []
 
     def resume_insert(self) -> InsertStepResult:
         raise TreeError("no insert is under way: radix_pages finishes every insert in begin_insert()")
@@ -163,14 +182,16 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
     def dec_lock_ref(self, node_id: int, params: DecLockRefParams, skip_swa: bool = False) -> DecLockRefResult:
         if params.node_id != node_id:
             raise TreeError(f"the receipt of a lock on node {params.node_id} was used to unlock node {node_id}")
-        self.tree.unlock(node_id)
+        removals = self.tree.unlock(node_id)
+        if removals:
+            self.pending_actions += self._freed(removals)
         return DecLockRefResult()
 
     def inc_full_pin(self, node_id: int) -> None:
         self.tree.lock(node_id)
 
     def dec_full_pin(self, node_id: int) -> None:
-        self.tree.unlock(node_id)
+        self.pending_actions += self._freed(self.tree.unlock(node_id))
 
     # -- eviction: one plan and one step for a whole request --
 
@@ -182,7 +203,7 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
                 self.events.removed(removal)
         num_pages = sum(removal.num_pages for removal in removals)
         slots = convert.concatenated([removal.payload for removal in removals], self.device)
-        return Evicted(self.geometry.slots(num_pages), slots)
+        return Evicted(self.geometry.slots(num_pages), slots, removals)
 
     def evict_device_start(self, component_type: ComponentType, request_cnt: int) -> None:
         self._evict_tokens = request_cnt if component_type == FULL else 0
@@ -329,7 +350,7 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
         previous: list[int] = []
         last_slot = {self.tree.root.id: -1}
         for node in self.tree.nodes():
-            own = convert.slots_of([node], self.device)
+            own = convert.host_ints(node.payload)
             last_slot[node.id] = own[-1]
             if unlocked_only and node.locks:
                 continue
@@ -340,16 +361,24 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
         as_tensor = [torch.tensor(column, dtype=torch.int64) for column in (slots, positions, previous)]
         return RadixCacheWalkResult(slot_indices=as_tensor[0], positions=as_tensor[1], prev_slot_indices=as_tensor[2])
 
-    def sanity_check(self, ongoing_write_through: list, ongoing_load_back: list) -> None:
-        """Recount everything; raises AssertionError that lists every disagreement."""
+    def pages(self) -> list[int]:
+        """Every page in the tree, one entry a page, in one copy from the device."""
+        return convert.page_ids(self.all_values_flatten(), self.geometry)
+
+    def disagreements(self) -> list[str]:
+        """The full recount: structure, counts, queue, and that no slot is in two nodes."""
         found = disagreements(self.tree, self.leaves)
         owners: dict[int, int] = {}
-        nodes = list(self.tree.nodes())
-        for node in nodes:
-            for slot in convert.slots_of([node], self.device):
+        for node in self.tree.nodes():
+            for slot in convert.host_ints(node.payload):
                 if slot in owners:
                     found.append(f"slot {slot} is in node {owners[slot]} and in node {node.id}")
                 owners[slot] = node.id
+        return found
+
+    def sanity_check(self, ongoing_write_through: list, ongoing_load_back: list) -> None:
+        """Recount everything; raises AssertionError that lists every disagreement."""
+        found = self.disagreements()
         if found:
             raise AssertionError("the radix_pages tree disagrees with itself:\n  " + "\n  ".join(found))
 

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from radix_pages.check import disagreements
 from radix_pages.order import LeafQueue, make_order
 from radix_pages.tree import RadixTree, TreeError, UnknownNodeError
 from radix_pages.units import Geometry
@@ -252,3 +253,35 @@ def test_labels_are_cut_with_the_pages_they_belong_to():
     front = t.match("ab").node
     removal = t.tree.trim(leaf, 1)
     assert (front.labels, leaf.labels, removal.labels) == (["ab"], ["cd", "ef"], ["gh"])
+
+
+def overwritten():
+    """A request locked `abcd`, then wrote `xy` into the slots of `cd`; somebody else had cached `abcdef`."""
+    t = LetterTree(page_size=2)
+    handle = t.insert("abcd").node.id
+    t.tree.lock(handle)
+    t.insert("abcdef")
+    assert t.insert("abxy", owned_pages=2).declined
+    return t, handle
+
+
+def test_an_overwritten_span_cannot_be_found_and_goes_with_its_last_lock():
+    t, handle = overwritten()
+    stale = t.tree.node(handle)
+    gone = t.tree.mark_overwritten(stale)
+    assert [removal.tokens for removal in gone] == [b"ef"]
+    assert (t.cached("abcdef"), t.tree.protected_pages, t.tree.evictable_pages) == (2, 2, 0)
+    assert disagreements(t.tree, t.leaves) == []
+    assert [removal.payload for removal in t.tree.unlock(handle)] == [[2, 3]]
+    assert (t.drawing(), t.tree.protected_pages, t.tree.evictable_pages) == (["ab [0, 1]"], 0, 1)
+    assert disagreements(t.tree, t.leaves) == []
+
+
+def test_new_tokens_can_take_the_place_of_an_overwritten_span_before_it_is_gone():
+    t, handle = overwritten()
+    t.tree.mark_overwritten(t.tree.node(handle))
+    t.insert("abcd")
+    assert t.cached("abcd") == 4
+    t.tree.unlock(handle)
+    assert t.cached("abcd") == 4
+    assert disagreements(t.tree, t.leaves) == []

@@ -1,0 +1,263 @@
+"""Slot allocators that know which frames are empty: SGLang's contracts, our free pages.
+
+What differs from SGLang's own allocators:
+
+- Free pages live in a `PageStore`, which places new pages and keeps the ledger. `free_pages` is still a real tensor
+  of page ids, built when somebody reads it.
+- Room is made for exactly the pages that an allocation adds. SGLang asks for it ahead of the allocation and assumes
+  one new page a request; `evict_to_free_tokens` here only notes the cache, and the allocation that follows evicts
+  what it lacks. `check_decode_capacity` is told the exact number and evicts at once.
+- `free()` may carry single slots: a page comes back with its last one. `free_segment(s)` and `free_page_ids` carry
+  whole pages, the last one even when the segment ends inside it, as `release_kv_cache` relies on.
+
+Waiting for a device: `alloc`, `alloc_extend`, `alloc_decode`, `free_segment(s)`, `free_page_ids`, `available_size`
+and `check_decode_capacity` never do; `free` may (stock's does); `verify_byte_accounting` and `ledger` do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from sglang.kernels.ops.memory.allocator import alloc_decode_kernel, alloc_extend_kernel
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.paged import alloc_decode_naive, alloc_extend_naive
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.utils import next_power_of_2
+
+from radix_pages_sglang import convert
+from radix_pages_sglang.page_store import HostPages, PageStore, make_page_store
+
+if TYPE_CHECKING:
+    from radix_pages.ledger import Ledger
+    from radix_pages.units import Geometry
+    from radix_pages_sglang.cache import RadixPagesCache
+
+
+class FrameAware:
+    """What both allocators share. `cache` is set by the cache once it exists; it is asked for recounts only."""
+
+    geometry: Geometry
+    store: PageStore
+    cache: RadixPagesCache | None = None
+    _evict_from = None
+    _recounted: tuple[int, int] | None = None
+
+    # SGLang's base class assigns these in its constructor and reads them in checks.
+
+    @property
+    def free_pages(self) -> torch.Tensor:
+        return self.store.free_pages()
+
+    @free_pages.setter
+    def free_pages(self, value: object) -> None:
+        if value is not None:
+            raise AttributeError("free_pages is what the ledger says; use free_page_ids() and alloc()")
+
+    @property
+    def ledger_is_at_hand(self) -> bool:
+        """Whether `ledger()` costs nothing; elsewhere it waits for the device."""
+        return isinstance(self.store, HostPages)
+
+    def ledger(self) -> Ledger:
+        """Who holds what, as of now."""
+        return self.store.ledger()
+
+    def available_size(self) -> int:
+        return self.geometry.slots(self.store.num_free)
+
+    def get_all_free_pages(self) -> torch.Tensor:
+        return self.store.free_pages()
+
+    def merge_and_sort_free(self) -> None:
+        """Nothing waits to be merged: released pages are free at once."""
+
+    def evict_to_free_tokens(self, tree_cache, num_tokens: int) -> bool | None:
+        self._evict_from = tree_cache
+        return None
+
+    def check_decode_capacity(self, *, num_tokens: int, tree_cache, requests=None, spec_algorithm=None) -> bool:
+        self._evict_from = tree_cache
+        return self._make_room(self.geometry.pages_to_hold(num_tokens))
+
+    def _make_room(self, num_pages: int) -> bool:
+        """Evict what `num_pages` lack, from the cache that SGLang named for this allocation; False if that fails."""
+        cache, self._evict_from = self._evict_from, None
+        lacking = num_pages - self.store.num_free
+        if lacking <= 0:
+            return True
+        if cache is not None and cache.supports_prefix_sharing():
+            cache.evict_for_alloc(EvictParams(num_tokens=self.geometry.slots(lacking)))
+        return self.store.num_free >= num_pages
+
+    def verify_byte_accounting(self) -> list[str]:
+        """SGLang's recount at idle: everything on which ledger, tree and sessions disagree. Once per change."""
+        if self.cache is None:
+            return []
+        state = (self.cache.tree_core.tree.tick, self.store.num_free)
+        if state == self._recounted:
+            return []
+        self._recounted = state
+        return self.cache.recount()
+
+
+class RadixPagesTokenAllocator(FrameAware, TokenToKVPoolAllocator):
+    """For page_size 1: a page is a slot, a frame `geometry.pages_per_frame` slots."""
+
+    def __init__(self, stock: TokenToKVPoolAllocator, geometry: Geometry, placement: str) -> None:
+        self.geometry = geometry
+        self.store = make_page_store(geometry, stock.size, placement, torch.device(stock.device))
+        super().__init__(stock.size, stock.dtype, stock.device, stock.get_kvcache(), stock.need_sort)
+
+    def clear(self) -> None:
+        if self.store.num_pages != self.size:
+            self.store = self.store.resized(self.size)
+        self.store.clear()
+        self.free_group = None
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        if not self._make_room(need_size):
+            return None
+        return self.store.take([need_size])
+
+    def free(self, free_index: torch.Tensor) -> None:
+        if free_index.numel() == 0:
+            return
+        if self.free_group is None:
+            self.store.give(free_index)
+        else:
+            self.free_group.append(self._copy_for_free_group(free_index))
+
+
+class RadixPagesPagedAllocator(FrameAware, PagedTokenToKVPoolAllocator):
+    """For larger pages."""
+
+    def __init__(self, stock: PagedTokenToKVPoolAllocator, geometry: Geometry, placement: str) -> None:
+        self.geometry = geometry
+        self.store = make_page_store(geometry, stock.num_pages, placement, torch.device(stock.device))
+        super().__init__(stock.size, stock.page_size, stock.dtype, stock.device, stock.get_kvcache(), stock.need_sort)
+        self._on_host = torch.device(stock.device).type == "cpu"
+        self._places = np.arange(stock.page_size)
+
+    def clear(self) -> None:
+        if self.store.num_pages != self.num_pages:
+            self.store = self.store.resized(self.num_pages)
+        self.store.clear()
+        self.free_group = None
+        self.free_page_ids_group = []
+        self.staged_pages: list[torch.Tensor] = []
+        self.num_staged_pages = 0
+
+    def get_extend_allocation_demand(
+        self, prefix_lens_cpu, seq_lens_cpu, *, conservative_num_tokens: int, shard_size: int
+    ) -> int:
+        return self.geometry.slots(sum(self._new_pages(prefix_lens_cpu, seq_lens_cpu)))
+
+    def _new_pages(self, prefix_lens_cpu: torch.Tensor, seq_lens_cpu: torch.Tensor) -> list[int]:
+        """Pages that each request adds when it grows from its prefix to its new length. Host tensors."""
+        to_hold = self.geometry.pages_to_hold
+        prefixes, lengths = convert.host_ints(prefix_lens_cpu), convert.host_ints(seq_lens_cpu)
+        return [to_hold(after) - to_hold(before) for before, after in zip(prefixes, lengths, strict=True)]
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        num_pages = self.geometry.whole_pages(need_size)
+        if not self._make_room(num_pages):
+            return None
+        first_slots = self.geometry.first_slot(self.store.take([num_pages]))
+        return (first_slots[:, None] + torch.arange(self.page_size, device=self.device)).reshape(-1)
+
+    def alloc_extend(
+        self,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+        num_new_pages: int | None = None,
+    ) -> torch.Tensor | None:
+        counts = self._new_pages(prefix_lens_cpu, seq_lens_cpu)
+        if not self._make_room(sum(counts)):
+            return None
+        if self._on_host:
+            return self._extend_on_host(convert.host_ints(prefix_lens_cpu), seq_lens_cpu, last_loc, counts)
+        pages = self.store.take(counts)
+        slots = torch.empty((extend_num_tokens,), dtype=torch.int64, device=self.device)
+        if self.use_triton_kernels:
+            batch = len(prefix_lens)
+            alloc_extend_kernel[(batch,)](
+                prefix_lens, seq_lens, last_loc, pages, slots, next_power_of_2(batch), self.page_size
+            )
+        else:
+            alloc_extend_naive(prefix_lens, seq_lens, last_loc, pages, slots, self.page_size, self.device)
+        return slots
+
+    def _extend_on_host(self, prefixes: list[int], seq_lens_cpu, last_loc, counts: list[int]) -> torch.Tensor:
+        """Slots of all requests in a row: each goes on in its last page, if that has room, then in its new ones."""
+        geometry = self.geometry
+        last_pages = [geometry.page_of(slot) for slot in convert.host_ints(last_loc)]
+        near = [page if prefix else None for page, prefix in zip(last_pages, prefixes, strict=True)]
+        pages = convert.host_ints(self.store.take(counts, near))
+        runs, used = [], 0
+        for prefix, length, count, last_page in zip(
+            prefixes, convert.host_ints(seq_lens_cpu), counts, last_pages, strict=True
+        ):
+            own = pages[used : used + count]
+            used += count
+            skip = geometry.place_in_page(prefix)
+            if skip:
+                own.insert(0, last_page)
+            slots = (geometry.first_slot(np.array(own, dtype=np.int64))[:, None] + self._places).ravel()
+            runs.append(slots[skip : skip + length - prefix])
+        return torch.from_numpy(np.concatenate(runs))
+
+    def alloc_decode(
+        self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> torch.Tensor | None:
+        starts_page = self.geometry.place_in_page(convert.host_array(seq_lens_cpu) - 1) == 0
+        if self._on_host:
+            return self._decode_on_host(np.flatnonzero(starts_page), convert.host_array(last_loc))
+        num_new_pages = int(starts_page.sum())
+        if not self._make_room(num_new_pages):
+            return None
+        pages = self.store.take([num_new_pages])
+        slots = torch.empty((len(seq_lens),), dtype=torch.int64, device=self.device)
+        if self.use_triton_kernels:
+            batch = len(seq_lens)
+            alloc_decode_kernel[(batch,)](seq_lens, last_loc, pages, slots, next_power_of_2(batch), self.page_size)
+        else:
+            alloc_decode_naive(seq_lens, last_loc, pages, slots, self.page_size, num_new_pages)
+        return slots
+
+    def _decode_on_host(self, growing: np.ndarray, last_loc: np.ndarray) -> torch.Tensor | None:
+        """The next slot of every request; those at positions `growing` begin a page, near their last one."""
+        if not self._make_room(len(growing)):
+            return None
+        slots = last_loc + 1
+        if len(growing):
+            near = convert.host_ints(self.geometry.page_of(last_loc[growing]))
+            pages = self.store.take([1] * len(growing), near)
+            slots[growing] = self.geometry.first_slot(convert.host_array(pages))
+        return torch.from_numpy(slots)
+
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        if not self._on_host or self.free_group is not None or self.debug_mode:
+            super().free_segment(free_index, start_pos=start_pos)
+            return
+        if self.geometry.place_in_page(start_pos):
+            raise ValueError(f"a segment begins at position {start_pos}, which does not begin a page")
+        slots = convert.host_array(free_index)
+        self.store.give_host(self.geometry.page_of(slots[:: self.page_size]))
+
+    def free(self, free_index: torch.Tensor) -> None:
+        if free_index.numel() == 0:
+            return
+        if self.free_group is None:
+            self.store.give_slots(free_index)
+        else:
+            self.free_group.append(self._copy_for_free_group(free_index))
+
+    def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
+        for pages in page_ids:
+            self.store.give(pages)

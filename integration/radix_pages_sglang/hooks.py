@@ -1,0 +1,78 @@
+"""Puts our allocators in place. The hooks pass everything through unless the server selected this backend."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from radix_pages_sglang import BACKEND
+
+if TYPE_CHECKING:
+    from radix_pages.units import Geometry
+
+logger = logging.getLogger(__name__)
+
+_BUILD_ALLOCATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator"
+
+
+def register() -> None:
+    """Register the hooks; SGLang applies them when all plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(_BUILD_ALLOCATOR, _build_allocator, HookType.AROUND)
+
+
+def is_selected() -> bool:
+    """Whether this server selected our backend; known only once its configuration is published."""
+    from sglang.srt.runtime_context import get_memory
+
+    return get_memory().radix_cache_backend == BACKEND
+
+
+def _build_allocator(build, configurator, *args, **kwargs):
+    given = kwargs.get("token_to_kv_pool_allocator")
+    built = build(configurator, *args, **kwargs)
+    # A draft worker is handed the target's allocator, which stays as it is.
+    if not is_selected() or built is given:
+        return built
+    return frame_aware(built)
+
+
+def frame_aware(stock):
+    """Our allocator in place of SGLang's `stock`, which nobody has used yet; other kinds are left alone."""
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+
+    from radix_pages_sglang.allocator import RadixPagesPagedAllocator, RadixPagesTokenAllocator
+    from radix_pages_sglang.config import Settings, frame_geometry
+
+    kinds = {
+        TokenToKVPoolAllocator: RadixPagesTokenAllocator,
+        PagedTokenToKVPoolAllocator: RadixPagesPagedAllocator,
+    }
+    kind = kinds.get(type(stock))
+    if kind is None:
+        return stock
+    settings = Settings.from_environment()
+    rows = row_bytes(stock.get_kvcache())
+    geometry = frame_geometry(settings, stock.page_size, rows, on_cuda=str(stock.device).startswith("cuda"))
+    logger.info("radix_pages: %s, placement %s", describe(geometry, rows), settings.placement)
+    return kind(stock, geometry, settings.placement)
+
+
+def row_bytes(kvcache) -> list[int]:
+    """Bytes that one slot takes in each buffer of a KV pool: keys and values of every layer, and their scales."""
+    buffers = []
+    for name in ("k_buffer", "v_buffer", "kv_buffer", "k_scale_buffer", "v_scale_buffer", "kv_scale_buffer"):
+        found = getattr(kvcache, name, None)
+        if isinstance(found, list | tuple):
+            buffers += [buffer for buffer in found if hasattr(buffer, "element_size") and buffer.dim() > 0]
+    return [buffer[0].numel() * buffer.element_size() for buffer in buffers]
+
+
+def describe(geometry: Geometry, rows: list[int]) -> str:
+    """One line for the start-up log."""
+    pages, slots = geometry.pages_per_frame, geometry.slots(geometry.pages_per_frame)
+    return (
+        f"a frame is {pages} pages of {geometry.page_size} tokens: {slots} tokens, "
+        f"{slots * sum(rows)} bytes over {len(rows)} buffers"
+    )

@@ -1,0 +1,161 @@
+"""The free pages of a pool, on the host or on the device, behind one interface for the allocators.
+
+On a CPU the host knows every page id, so placement and ledger work page by page. On a device the ids of freed
+pages live in device tensors, and reading them would make the scheduler wait; there the free list stays on the
+device, is put in order there, and a ledger is read off it when a report or a plan asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from radix_pages.ledger import Ledger, LedgerError, PartlyFreed
+from radix_pages.placement import PLACEMENTS, give_slots
+from radix_pages.units import Geometry
+from radix_pages_sglang import convert
+
+
+class PageStore(Protocol):
+    """Hands out page ids as int64 tensors on the pool's device. `give_slots` and `ledger` may wait for it."""
+
+    num_pages: int
+
+    @property
+    def num_free(self) -> int: ...
+
+    def take(self, num_pages: Sequence[int], near: Sequence[int | None] | None = None) -> torch.Tensor:
+        """Pages for several requests, in their order; `near` names a page of each one, where the host knows it."""
+
+    def give(self, pages: torch.Tensor) -> None:
+        """Whole pages come back, each once."""
+
+    def give_slots(self, slots: torch.Tensor) -> None:
+        """Single slots come back; a page does with its last one."""
+
+    def free_pages(self) -> torch.Tensor: ...
+
+    def ledger(self) -> Ledger:
+        """What is held, as of now; waits for the device."""
+
+    def clear(self) -> None: ...
+
+    def resized(self, num_pages: int) -> PageStore:
+        """An empty store of the same kind for another number of pages."""
+
+
+class HostPages:
+    """For pools on a CPU: a placement of `radix_pages` decides, and a double free raises at once."""
+
+    def __init__(self, geometry: Geometry, num_pages: int, placement: str) -> None:
+        self.num_pages = num_pages
+        self._rule = placement
+        self._ledger = Ledger(geometry, num_pages)
+        self._placement = PLACEMENTS[placement](self._ledger)
+
+    def resized(self, num_pages: int) -> HostPages:
+        return HostPages(self._ledger.geometry, num_pages, self._rule)
+
+    @property
+    def num_free(self) -> int:
+        return self._placement.num_free
+
+    def take(self, num_pages: Sequence[int], near: Sequence[int | None] | None = None) -> torch.Tensor:
+        placement = self._placement
+        taken = [placement.take(count, near[i] if near else None) for i, count in enumerate(num_pages) if count]
+        if not taken:
+            return torch.empty(0, dtype=torch.int64)
+        return torch.from_numpy(taken[0] if len(taken) == 1 else np.concatenate(taken))
+
+    def give(self, pages: torch.Tensor) -> None:
+        self._placement.give(convert.host_array(pages))
+
+    def give_host(self, pages: np.ndarray) -> None:
+        """`give` for an array."""
+        self._placement.give(pages)
+
+    def give_slots(self, slots: torch.Tensor) -> None:
+        give_slots(self._placement, convert.host_array(slots))
+
+    def free_pages(self) -> torch.Tensor:
+        return torch.from_numpy(self._placement.free_pages())
+
+    def ledger(self) -> Ledger:
+        return self._ledger
+
+    def clear(self) -> None:
+        self._placement.clear()
+
+
+class DevicePages:
+    """For pools on a device: the free list is a device tensor, and only its length is known to the host.
+
+    With placement `pack` the list is sorted before an allocation that follows a release: pages of the fullest
+    frames first, by frame and page. Sorting runs on the device; the host only enqueues it.
+    """
+
+    def __init__(self, geometry: Geometry, num_pages: int, placement: str, device: torch.device) -> None:
+        self._geometry = geometry
+        self.num_pages = num_pages
+        self._rule = placement
+        self._pack = placement == "pack" and geometry.pages_per_frame > 1
+        self._device = device
+        self.clear()
+
+    def resized(self, num_pages: int) -> DevicePages:
+        return DevicePages(self._geometry, num_pages, self._rule, self._device)
+
+    def clear(self) -> None:
+        self._free = torch.arange(1, self.num_pages + 1, dtype=torch.int64, device=self._device)
+        self._unsorted = False
+        self._partly_freed = PartlyFreed(self._geometry)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def free_pages(self) -> torch.Tensor:
+        return self._free
+
+    def take(self, num_pages: Sequence[int], near: Sequence[int | None] | None = None) -> torch.Tensor:
+        count = sum(num_pages)
+        if self._unsorted and count:
+            self._sort()
+        taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def give(self, pages: torch.Tensor) -> None:
+        self._free = torch.cat((pages, self._free))
+        self._unsorted = self._pack
+
+    def give_slots(self, slots: torch.Tensor) -> None:
+        done = self._partly_freed.free(convert.host_array(slots))
+        if len(done):
+            self.give(torch.from_numpy(done).to(self._device, non_blocking=True))
+
+    def _sort(self) -> None:
+        geometry = self._geometry
+        frames = geometry.frame_of(self._free)
+        room = torch.zeros(geometry.frame_of(self.num_pages) + 1, dtype=torch.int64, device=self._device)
+        room.scatter_add_(0, frames, torch.ones_like(frames))
+        self._free = self._free[torch.argsort(room[frames] * (self.num_pages + 1) + self._free)]
+        self._unsorted = False
+
+    def ledger(self) -> Ledger:
+        ledger = Ledger(self._geometry, self.num_pages)
+        free = convert.host_array(self._free)
+        if len(np.unique(free)) != len(free):
+            pages, counts = np.unique(free, return_counts=True)
+            raise LedgerError(f"pages {convert.host_ints(pages[counts > 1][:8])} are in the free list more than once")
+        ledger.hold(np.setdiff1d(np.arange(1, self.num_pages + 1), free))
+        return ledger
+
+
+def make_page_store(geometry: Geometry, num_pages: int, placement: str, device: torch.device) -> PageStore:
+    """The store that fits the device."""
+    if device.type == "cpu":
+        return HostPages(geometry, num_pages, placement)
+    return DevicePages(geometry, num_pages, placement, device)
