@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from radix_pages_sglang.counts import COUNT_STOCK, STATE_KEY
+from radix_pages_sglang.counts import COUNT_STOCK, STATE_KEY, EvictionCounts
 from radix_pages_sglang.cpu_engine import checkpoints
 from radix_pages_sglang.local_server import Server, serving, start
 
@@ -101,7 +101,7 @@ class Side:
         return self.cached_tokens / self.prompt_tokens
 
 
-def talks(seed: int, number: int = 18) -> list[Talk]:
+def talks(seed: int, number: int = 24) -> list[Talk]:
     """`number` conversations of 3 to 5 turns that share three system prompts; the same ones for the same seed."""
     rng = random.Random(seed)
     result = []
@@ -145,12 +145,17 @@ def hold_conversations(server: Server, side: Side, seed: int, on_answer: Callabl
         side.cached_tokens += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         side.output_tokens += usage["completion_tokens"]
         on_answer()
-    side.counts = {key: value - before.get(key, 0) for key, value in state(server).items()}
+    side.counts = {key: value - before[key] for key, value in state(server).items()}
 
 
-def state(server: Server) -> dict[str, Any]:
-    """Our state of the server's first rank, from `/server_info`."""
-    return json.loads(server.request("/server_info"))["internal_states"][0][STATE_KEY]
+COUNTED = (*(field.name for field in fields(EvictionCounts)), "frames_emptied")
+"""Running totals in our state of `/server_info`; a stock server knows no frames."""
+
+
+def state(server: Server) -> dict[str, float]:
+    """The totals of the server's first rank."""
+    found = json.loads(server.request("/server_info"))["internal_states"][0][STATE_KEY]
+    return {key: found[key] for key in COUNTED if key in found}
 
 
 def summary(ours: list[Side], stock: list[Side]) -> dict[str, Any]:
@@ -166,6 +171,7 @@ def summary(ours: list[Side], stock: list[Side]) -> dict[str, Any]:
         "asked_page_rounded": first.counts["asked_page_rounded"],
         "evicted_tokens": first.counts["evicted_tokens"],
         "pages_reclaimed": first.counts["pages_reclaimed"],
+        "frames_emptied": first.counts["frames_emptied"],
         "hit_rate": round(first.hit_rate, 4),
         "stock_hit_rate": round(other.hit_rate, 4),
         "stock_evicted_tokens": other.counts["evicted_tokens"],
@@ -201,6 +207,7 @@ def table(ours: Side, stock: Side, equal: int, total: int) -> Table:
         lambda side: f"{side.counts['evicted_tokens'] / (side.counts['asked_page_rounded'] or 1):.2f}",
     )
     row("pages reclaimed", lambda side: side.counts["pages_reclaimed"])
+    row("frames emptied", lambda side: side.counts.get("frames_emptied", "not counted"))
     row("eviction time, ms", lambda side: f"{side.counts['eviction_seconds'] * 1e3:.1f}")
     row("median time to first token, ms", lambda side: f"{statistics.median(side.ttft_seconds) * 1e3:.0f}")
     row("output tokens a second", lambda side: f"{side.output_tokens / side.seconds:.1f}")
