@@ -232,9 +232,8 @@ class RadixTree:
         declined = matched < owned_pages and matched < total
         leaf = None
         if matched < total and not declined:
-            leaf = self._add_leaf(node, key[offset:end], payload, matched, total, namespace, priority)
-            leaf.hits = int(total > counted_pages)
-            node = leaf
+            hits = int(total > counted_pages)
+            node = leaf = self._add_leaf(node, key[offset:end], payload, matched, total, namespace, priority, hits)
         elif self._leaves.touched_is_urgent and node.is_leaf:
             self._leaves.offer(node)
         return Insertion(node, matched, leaf, declined)
@@ -242,10 +241,17 @@ class RadixTree:
     # -- locks --
 
     def lock(self, node_id: int) -> Node:
-        """Protect the path to this node from eviction, counted. Raises UnknownNodeError when it is gone."""
+        """Protect the path to this node from eviction, counted.
+
+        Raises UnknownNodeError when it is gone, TreeError when its slots were overwritten since it was matched.
+        """
         node = self.node(node_id)
         if node.parent is None:
             return node
+        if node.is_overwritten:
+            raise TreeError(
+                f"node {node_id} no longer holds what was matched: its slots were overwritten; match again"
+            )
         node.held += 1
         up: Node = node
         newly = 0
@@ -386,9 +392,11 @@ class RadixTree:
         stop: int,
         namespace: Namespace | None,
         priority: int,
+        hits: int,
     ) -> Node:
         own = self._copy(payload[self.geometry.slots(start) : self.geometry.slots(stop)])
         leaf = Node(self._new_id(), parent, tokens, stop - start, own, namespace, self.tick, priority)
+        leaf.hits = hits
         parent.children[self._child_key(parent, tokens, 0, namespace)] = leaf
         self._nodes[leaf.id] = leaf
         self.evictable_pages += leaf.num_pages

@@ -6,11 +6,13 @@ The recorder wants nodes with `key`, `hash_value`, `event_hash_value` and `paren
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.utils import get_hash_str
 
 from radix_pages_sglang import convert
 
@@ -44,6 +46,9 @@ class TreeEvents:
         self.enabled = self.recorder.enabled
         self._is_bigram = is_bigram
         self._root = self._view(b"", None, [])
+        if self.enabled:
+            # SGLang compiles its hash on first use, which takes seconds and a C++ compiler: now, not while serving.
+            get_hash_str(array("q", bytes(8 * params.page_size)), page_size=params.page_size)
 
     def stored(self, leaf: Node, session_id: str | None) -> None:
         """`leaf` is new in the tree; its pages' hashes become its labels."""

@@ -75,6 +75,7 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
     def reset(self) -> None:
         self.tree.reset()
         self._evict_tokens = 0
+        self.pending_actions = []
         self._remember_empty_match()
 
     def _remember_empty_match(self) -> None:
@@ -181,7 +182,7 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
 
     def dec_lock_ref(self, node_id: int, params: DecLockRefParams, skip_swa: bool = False) -> DecLockRefResult:
         if params.node_id != node_id:
-            raise TreeError(f"the receipt of a lock on node {params.node_id} was used to unlock node {node_id}")
+            raise TreeError(f"lock receipt anchored on node {params.node_id} released on node {node_id}")
         removals = self.tree.unlock(node_id)
         if removals:
             self.pending_actions += self._freed(removals)

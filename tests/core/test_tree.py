@@ -285,3 +285,10 @@ def test_new_tokens_can_take_the_place_of_an_overwritten_span_before_it_is_gone(
     t.tree.unlock(handle)
     assert t.cached("abcd") == 4
     assert disagreements(t.tree, t.leaves) == []
+
+
+def test_an_overwritten_span_can_no_longer_be_locked():
+    t, handle = overwritten()
+    t.tree.mark_overwritten(t.tree.node(handle))
+    with pytest.raises(TreeError, match=f"node {handle} no longer holds what was matched"):
+        t.tree.lock(handle)
