@@ -15,8 +15,11 @@ from numpy.typing import NDArray
 from radix_pages.units import Geometry
 
 Pages = NDArray[np.int64]
-_FEW = 64
+FrameCounts = NDArray[np.int32]
+_FEW = 8
 """Up to so many pages a Python loop beats numpy."""
+_ONE = np.int32(1)
+"""Of the counts' own type: numpy adds an int of another type several times slower."""
 
 
 class LedgerError(RuntimeError):
@@ -25,7 +28,10 @@ class LedgerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """A count over all frames but frame 0. Page counts: held + stranded + empty = all pages."""
+    """Pages: held + stranded + empty = all pages. Frames: held + empty = all frames; frame 0 counts as held always.
+
+    A stranded page is a free one in a held frame. `packed_floor` is the least frames with room for the held pages.
+    """
 
     held_pages: int
     stranded_pages: int
@@ -75,9 +81,10 @@ class PartlyFreed:
 
 
 class Ledger:
-    """Which of the pages 1..num_pages somebody holds (page 0 is SGLang's padding page: always there, never counted).
+    """Which of the pages 1..num_pages somebody holds. Page 0 is SGLang's padding page: held always, never counted.
 
-    `occupancy[frame]` is the number of held pages in a frame. Frame 0 never counts as empty, whatever it holds.
+    `held_bytes` (and `is_held`, the same memory for numpy) has one flag a page. `occupancy[frame]` is the number of
+    held pages among the `sizes[frame]` pages of a frame. The padding page counts there, so frame 0 is never empty.
     """
 
     def __init__(self, geometry: Geometry, num_pages: int) -> None:
@@ -86,46 +93,70 @@ class Ledger:
         self.geometry = geometry
         self.num_pages = num_pages
         self.num_frames = geometry.frame_of(num_pages) + 1
+        self.sizes: FrameCounts = np.full(self.num_frames, geometry.pages_per_frame, dtype=np.int32)
+        self.sizes[-1] = num_pages + 1 - geometry.first_page(self.num_frames - 1)
         self.frames_emptied = 0
         self.frames_refilled = 0
-        self.clear()
+        self._start()
+
+    def _start(self) -> None:
+        self.held_bytes = bytearray(self.num_pages + 1)
+        self.held_bytes[0] = True
+        self.is_held = np.frombuffer(self.held_bytes, dtype=np.bool_)
+        self.occupancy: FrameCounts = np.zeros(self.num_frames, dtype=np.int32)
+        self.occupancy[0] = 1
+        self.num_held = 0
+        self._partly_freed = PartlyFreed(self.geometry)
 
     def clear(self) -> None:
         """Nobody holds anything; the totals of emptied and refilled frames go on."""
-        self.held_bytes = bytearray(self.num_pages + 1)
-        self.is_held = np.frombuffer(self.held_bytes, dtype=np.bool_)
-        self.occupancy = [0] * self.num_frames
-        self.num_held = 0
-        self._partly_freed = PartlyFreed(self.geometry)
+        self.frames_emptied += self.num_held_frames - 1
+        self._start()
+
+    @property
+    def num_held_frames(self) -> int:
+        """Frames that are not empty, frame 0 included."""
+        return 1 + self.frames_refilled - self.frames_emptied
 
     def hold(self, pages: Pages) -> int:
         """Somebody takes `pages`, each once; returns how many frames were empty until now.
 
         Raises LedgerError when one is held already, named twice or not a page.
         """
-        self._require(pages, held=False)
-        self._mark(pages, 1)
-        refilled = 0
-        for frame, count in self._frames(pages):
-            refilled += not self.occupancy[frame] and frame > 0
-            self.occupancy[frame] += count
+        if len(pages) <= _FEW:
+            refilled = self._hold_few(pages.tolist())
+        else:
+            frames = self.geometry.frame_of(self._checked(pages, held=False))
+            self.is_held[pages] = True
+            refilled = len(_each_once(frames[self.occupancy[frames] == 0]))
+            np.add.at(self.occupancy, frames, _ONE)
         self.num_held += len(pages)
         self.frames_refilled += refilled
         return refilled
+
+    def hold_one(self, page: int) -> None:
+        """`hold` for one page given as an int; what decode steps call."""
+        if not 0 < page <= self.num_pages or self.held_bytes[page]:
+            raise self._complaint([page], held=False)
+        self.held_bytes[page] = True
+        frame = self.geometry.frame_of(page)
+        self.frames_refilled += not self.occupancy[frame]
+        self.occupancy[frame] += _ONE
+        self.num_held += 1
 
     def release(self, pages: Pages) -> list[int]:
         """Nobody holds `pages` any more; returns the frames that this leaves empty.
 
         Raises LedgerError when one is not held (a double free), named twice or not a page.
         """
-        self._require(pages, held=True)
-        self._mark(pages, 0)
+        if len(pages) <= _FEW:
+            emptied = self._release_few(pages.tolist())
+        else:
+            frames = self.geometry.frame_of(self._checked(pages, held=True))
+            self.is_held[pages] = False
+            np.subtract.at(self.occupancy, frames, _ONE)
+            emptied = _each_once(frames[self.occupancy[frames] == 0])
         self._partly_freed.forget(pages)
-        emptied = []
-        for frame, count in self._frames(pages):
-            self.occupancy[frame] -= count
-            if not self.occupancy[frame] and frame > 0:
-                emptied.append(frame)
         self.num_held -= len(pages)
         self.frames_emptied += len(emptied)
         return emptied
@@ -135,7 +166,8 @@ class Ledger:
 
         Raises LedgerError when a slot's page is not held or the slot was freed before; then nothing is counted.
         """
-        self._require(np.unique(self.geometry.page_of(slots)), held=True)
+        pages = _each_once(np.sort(self.geometry.page_of(slots)))
+        self._check_few(pages, held=True)
         return self._partly_freed.free(slots)
 
     def live_slots(self, page: int) -> int:
@@ -143,63 +175,81 @@ class Ledger:
         return self._partly_freed.live_slots(page) if self.held_bytes[page] else 0
 
     def occupancy_report(self) -> Occupancy:
-        """Pages and frames by what they hold; stranded pages are free pages of frames that are not empty."""
-        geometry = self.geometry
-        empty_frames = self.occupancy[1:].count(0)
-        held_frames = self.num_frames - 1 - empty_frames
-        last_frame_pages = self.num_pages + 1 - geometry.first_page(self.num_frames - 1)
-        empty_pages = empty_frames * geometry.pages_per_frame
-        if empty_frames and not self.occupancy[-1]:
-            empty_pages -= geometry.pages_per_frame - last_frame_pages
+        """What is held now, counted in pages and in frames."""
+        empty_pages = int(self.sizes[self.occupancy == 0].sum())
         return Occupancy(
             held_pages=self.num_held,
             stranded_pages=self.num_pages - self.num_held - empty_pages,
             empty_pages=empty_pages,
-            held_frames=held_frames,
-            empty_frames=empty_frames,
-            packed_floor=geometry.frames_to_hold(self.num_held),
+            held_frames=self.num_held_frames,
+            empty_frames=self.num_frames - self.num_held_frames,
+            packed_floor=self.geometry.frames_to_hold(self.num_held),
         )
 
-    def _mark(self, pages: Pages, value: int) -> None:
-        if len(pages) > _FEW:
-            self.is_held[pages] = value
-        else:
-            for page in pages.tolist():
-                self.held_bytes[page] = value
+    def _hold_few(self, pages: list[int]) -> int:
+        self._check_few(pages, held=False)
+        refilled = 0
+        for page in pages:
+            self.held_bytes[page] = True
+            frame = self.geometry.frame_of(page)
+            refilled += not self.occupancy[frame]
+            self.occupancy[frame] += 1
+        return refilled
 
-    def _frames(self, pages: Pages) -> list[tuple[int, int]]:
-        """The frames of `pages`, each once, with how many of them it holds."""
-        frames = self.geometry.frame_of(pages)
-        if len(frames) > _FEW:
-            each, counts = np.unique(frames, return_counts=True)
-            return list(zip(each.tolist(), counts.tolist(), strict=True))
-        return list(Counter(frames.tolist()).items())
+    def _release_few(self, pages: list[int]) -> list[int]:
+        self._check_few(pages, held=True)
+        emptied = []
+        for page in pages:
+            self.held_bytes[page] = False
+            frame = self.geometry.frame_of(page)
+            self.occupancy[frame] -= 1
+            if not self.occupancy[frame]:
+                emptied.append(frame)
+        return emptied
 
-    def _require(self, pages: Pages, *, held: bool) -> None:
-        ids: list[int] = pages.tolist()
-        if len(set(ids)) != len(ids):
-            twice = [page for page, count in Counter(ids).items() if count > 1]
-            raise LedgerError(f"{self._named(twice)} are named twice in one call")
-        if not ids:
-            return
-        if min(ids) < 1 or max(ids) > self.num_pages:
-            strange = [page for page in ids if not 1 <= page <= self.num_pages]
-            raise LedgerError(f"pages {_some(strange)} are not among pages 1 to {self.num_pages}")
-        if len(ids) > _FEW:
-            sound = bool((self.is_held[pages] == held).all())
-        else:
-            sound = all(self.held_bytes[page] == held for page in ids)
-        if not sound:
-            wrong = [page for page in ids if self.held_bytes[page] != held]
+    def _check_few(self, pages: list[int], *, held: bool) -> None:
+        for page in pages:
+            if not 0 < page <= self.num_pages or self.held_bytes[page] != held:
+                raise self._complaint(pages, held=held)
+        if len(set(pages)) != len(pages):
+            raise self._complaint(pages, held=held)
+
+    def _checked(self, pages: Pages, *, held: bool) -> Pages:
+        """`pages` in ascending order, once it is sure that each may change."""
+        ascending = np.sort(pages)
+        if (
+            not 0 < ascending[0] <= ascending[-1] <= self.num_pages
+            or (not held) in self.is_held[ascending].tobytes()
+            or True in (ascending[1:] == ascending[:-1]).tobytes()
+        ):
+            raise self._complaint(pages.tolist(), held=held)
+        return ascending
+
+    def _complaint(self, pages: list[int], *, held: bool) -> LedgerError:
+        """What is wrong with `pages`, all of which should be pages, each named once, and held or not."""
+        strange = [page for page in pages if not 0 < page <= self.num_pages]
+        if strange:
+            return LedgerError(f"pages {_some(strange)} are not among pages 1 to {self.num_pages}")
+        wrong = [page for page in dict.fromkeys(pages) if self.held_bytes[page] != held]
+        if wrong:
             what = "not held: freed twice, or never allocated" if held else "held already"
-            raise LedgerError(f"{self._named(wrong)} are {what}")
+            return LedgerError(f"{self._named(wrong)} are {what}")
+        twice = [page for page, count in Counter(pages).items() if count > 1]
+        return LedgerError(f"{self._named(twice)} are named twice in one call")
 
     def _named(self, pages: list[int]) -> str:
-        size = self.geometry.page_size
-        if size == 1:
+        geometry = self.geometry
+        if geometry.page_size == 1:
             return f"slots {_some(pages)}"
-        runs = [f"{page * size}..{page * size + size - 1}" for page in pages[:8]]
+        runs = [f"{geometry.first_slot(page)}..{geometry.first_slot(page + 1) - 1}" for page in pages[:8]]
         return f"pages {_some(pages)} (slots {', '.join(runs)}{', ...' if len(pages) > 8 else ''})"
+
+
+def _each_once(ascending: NDArray[np.int64]) -> list[int]:
+    if not len(ascending):
+        return []
+    rest = ascending[1:]
+    return [int(ascending[0]), *rest[rest != ascending[:-1]].tolist()]
 
 
 def _some(ids: list[int]) -> str:

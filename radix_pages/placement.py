@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from radix_pages.ledger import Ledger, Pages
+from radix_pages.ledger import FrameCounts, Ledger, Pages
 
 
 class Placement(Protocol):
@@ -21,6 +22,9 @@ class Placement(Protocol):
 
         Raises ValueError when fewer are free: the caller asks `num_free` first.
         """
+
+    def take_one(self, near: int | None = None) -> int:
+        """`take` for one page, as an int; what decode steps call."""
 
     def give(self, pages: Pages) -> list[int]:
         """Release `pages` and return the frames this empties. Raises LedgerError as `Ledger.release`."""
@@ -37,7 +41,8 @@ class Placement(Protocol):
 
 
 class StockPlacement:
-    """SGLang's order: what was freed last is handed out first, whatever frame it is in."""
+    """SGLang's order, whatever frame a page is in: a paged pool hands out first what was freed last, a pool of
+    single slots (page_size 1) what was freed first."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -45,126 +50,172 @@ class StockPlacement:
 
     def clear(self) -> None:
         self.ledger.clear()
-        self._stack = list(range(self.ledger.num_pages, 0, -1))
+        self._queue = deque(range(1, self.ledger.num_pages + 1))
 
     @property
     def num_free(self) -> int:
-        return len(self._stack)
+        return len(self._queue)
 
     def free_pages(self) -> Pages:
-        return np.array(self._stack[::-1], dtype=np.int64)
+        return np.array(self._queue, dtype=np.int64)
 
     def take(self, num_pages: int, near: int | None = None) -> Pages:
         _require(num_pages, self.num_free)
-        if not num_pages:
-            return np.empty(0, dtype=np.int64)
-        pages = np.array(self._stack[: -num_pages - 1 : -1], dtype=np.int64)
+        pages = np.array([self._queue.popleft() for _ in range(num_pages)], dtype=np.int64)
         self.ledger.hold(pages)
-        del self._stack[-num_pages:]
         return pages
+
+    def take_one(self, near: int | None = None) -> int:
+        _require(1, self.num_free)
+        page = self._queue.popleft()
+        self.ledger.hold_one(page)
+        return page
 
     def give(self, pages: Pages) -> list[int]:
         emptied = self.ledger.release(pages)
-        self._stack += pages[::-1].tolist()
+        if self.ledger.geometry.page_size == 1:
+            self._queue.extend(pages.tolist())
+        else:
+            self._queue.extendleft(pages[::-1].tolist())
         return emptied
 
 
 class PackPlacement:
-    """New pages go into frames that somebody holds already, the fullest one that has room for all of them first.
+    """Pages that will be freed together go into few frames, and held frames fill up before empty ones are opened.
 
-    Frames are kept in buckets by their number of free pages, so a choice looks at no more than
-    `pages_per_frame` buckets. Buckets keep the order in which frames entered them: equal calls give equal pages.
+    1. Beside the request's last page, while its frame has room.
+    2. A run that fills a frame gets an empty one, unless more frames would then be held than ever before.
+    3. What is left goes into the first held frame, by number, with room for all of it,
+    4. failing that into the roomiest held frames, and when all are full into empty ones.
+
+    Low frames thus fill up and stay full while high ones run empty. The choice is read off the ledger and the most
+    frames ever held, so equal calls give equal pages. What each rule brings: scripts/results/placement.txt.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self._per_frame = ledger.geometry.pages_per_frame
         self.clear()
 
     def clear(self) -> None:
         self.ledger.clear()
-        ledger, geometry = self.ledger, self.ledger.geometry
-        ends = [min(geometry.first_page(frame + 1), ledger.num_pages + 1) for frame in range(ledger.num_frames)]
-        self._free = [end - max(geometry.first_page(frame), 1) for frame, end in enumerate(ends)]
-        self._buckets: list[dict[int, None]] = [{} for _ in range(self._per_frame + 1)]
-        self._empty: dict[int, None] = dict.fromkeys(range(1, ledger.num_frames))
-        if self._free[0]:
-            self._buckets[self._free[0]][0] = None
+        self._most_frames = self.ledger.num_held_frames
 
     @property
     def num_free(self) -> int:
         return self.ledger.num_pages - self.ledger.num_held
 
     def free_pages(self) -> Pages:
-        """In the order of frames: fullest first, the empty ones last."""
-        frames = [frame for bucket in self._buckets[1:] for frame in bucket] + list(self._empty)
-        found = [page for frame in frames for page in self._free_in(frame, self._free[frame])]
-        return np.array(found, dtype=np.int64)
+        """By number, those of held frames in front: the order in which single pages go that have nothing near."""
+        ledger = self.ledger
+        free = np.flatnonzero(~ledger.is_held[1:]) + 1
+        is_in_held_frame = ledger.occupancy[ledger.geometry.frame_of(free)] > 0
+        return np.concatenate((free[is_in_held_frame], free[~is_in_held_frame]))
 
     def take(self, num_pages: int, near: int | None = None) -> Pages:
         _require(num_pages, self.num_free)
-        chosen: list[int] = []
-        frame = None if near is None else self.ledger.geometry.frame_of(near)
-        while (missing := num_pages - len(chosen)) > 0:
-            if frame is None or not self._free[frame]:
-                frame = self._choose(missing)
-            count = min(missing, self._free[frame])
-            chosen += self._free_in(frame, count)
-            self._file(frame, self._free[frame] - count)
-            frame = None
+        ledger = self.ledger
+        frame = None if near is None else ledger.geometry.frame_of(near)
+        chosen = [] if frame is None else self._free_in(frame, num_pages)
+        if len(chosen) < num_pages:
+            for share in self._shares(num_pages - len(chosen), full=frame):
+                chosen += self._free_in(*share)
         pages = np.array(chosen, dtype=np.int64)
-        self.ledger.hold(pages)
+        ledger.hold(pages)
+        self._most_frames = max(self._most_frames, ledger.num_held_frames)
         return pages
 
+    def take_one(self, near: int | None = None) -> int:
+        _require(1, self.num_free)
+        ledger = self.ledger
+        page = -1
+        if near is not None:
+            frame = ledger.geometry.frame_of(near)
+            first, end = ledger.geometry.first_page(frame), ledger.geometry.first_page(frame + 1)
+            page = ledger.held_bytes.find(False, first, end)
+        if page < 0:
+            page = self._first_free()
+        ledger.hold_one(page)
+        self._most_frames = max(self._most_frames, ledger.num_held_frames)
+        return page
+
+    def _first_free(self) -> int:
+        """The first free page of a held frame, by number; of an empty one when no held frame has room."""
+        ledger, find = self.ledger, self.ledger.held_bytes.find
+        page = first = find(False, 1)
+        for _ in range(8):  # low frames are seldom empty: looking at a few pages beats looking at all frames
+            if page < 0:
+                return first
+            frame = ledger.geometry.frame_of(page)
+            if ledger.occupancy[frame]:
+                return page
+            page = find(False, ledger.geometry.first_page(frame + 1))
+        has_room = (ledger.occupancy > 0) & (ledger.occupancy < ledger.sizes)
+        frame = int(has_room.argmax())
+        return find(False, ledger.geometry.first_page(frame)) if has_room[frame] else first
+
     def give(self, pages: Pages) -> list[int]:
-        emptied = self.ledger.release(pages)
-        frames = self.ledger.geometry.frame_of(pages).tolist()
-        freed: dict[int, int] = {}
-        for frame in frames:
-            freed[frame] = freed.get(frame, 0) + 1
-        for frame, count in freed.items():
-            self._file(frame, self._free[frame] + count)
-        return emptied
+        return self.ledger.release(pages)
 
-    def _choose(self, missing: int) -> int:
-        """The held frame with the least room that fits `missing` pages, else the one with the most room, else
-        an empty one."""
-        buckets = self._buckets
-        for room in (*range(missing, self._per_frame), *range(min(missing, self._per_frame) - 1, 0, -1)):
-            if buckets[room]:
-                return next(iter(buckets[room]))
-        return next(iter(self._empty))
-
-    def _free_in(self, frame: int, count: int) -> list[int]:
-        """The first `count` free pages of `frame`."""
-        geometry, held = self.ledger.geometry, self.ledger.held_bytes
-        page = max(geometry.first_page(frame), 1) - 1
-        found = []
-        for _ in range(count):
-            page = held.find(0, page + 1)
+    def _free_in(self, frame: int, most: int) -> list[int]:
+        """The first free pages of `frame`, at most so many."""
+        ledger = self.ledger
+        first, end = ledger.geometry.first_page(frame), ledger.geometry.first_page(frame + 1)
+        if not ledger.occupancy[frame]:
+            return list(range(first, first + min(most, int(ledger.sizes[frame]))))
+        find = ledger.held_bytes.find
+        found: list[int] = []
+        page = first - 1
+        while len(found) < most and (page := find(False, page + 1, end)) >= 0:
             found.append(page)
         return found
 
-    def _file(self, frame: int, free: int) -> None:
-        """Put `frame`, which now has `free` free pages, into the bucket for that."""
-        before = self._free[frame]
-        (self._empty if frame in self._empty else self._buckets[before]).pop(frame, None)
-        self._free[frame] = free
-        if not free:
-            return
-        if self._is_whole(frame, free):
-            self._empty[frame] = None
-        else:
-            self._buckets[free][frame] = None
-
-    def _is_whole(self, frame: int, free: int) -> bool:
-        """Whether `free` free pages are all of `frame`; never for frame 0, which SGLang's padding page holds."""
-        if not frame:
-            return False
+    def _shares(self, num_pages: int, full: int | None) -> list[tuple[int, int]]:
+        """Frames for a run of pages by rules 2 to 4, each with its number of pages; `full` is not among them."""
         ledger = self.ledger
-        last = frame == ledger.num_frames - 1
-        size = ledger.num_pages + 1 - ledger.geometry.first_page(frame) if last else self._per_frame
-        return free == size
+        per_frame = ledger.geometry.pages_per_frame
+        room = ledger.sizes - ledger.occupancy
+        if full is not None:
+            room[full] = 0
+        shares: list[tuple[int, int]] = []
+        spare = self._most_frames - ledger.num_held_frames
+        if num_pages >= per_frame:
+            for frame in np.flatnonzero(room == per_frame)[: min(spare, num_pages)].tolist():
+                if num_pages < per_frame:
+                    break
+                shares.append((frame, per_frame))
+                room[frame] = 0
+                num_pages -= per_frame
+        if not num_pages:
+            return shares
+        is_held = ledger.occupancy > 0
+        fits = (room >= num_pages) & is_held
+        first = int(fits.argmax())
+        if fits[first]:
+            return [*shares, (first, num_pages)]
+        return shares + _roomiest(room, is_held, num_pages)
+
+
+def _roomiest(room: FrameCounts, is_held: NDArray[np.bool_], num_pages: int) -> list[tuple[int, int]]:
+    """Frames for a run that fits into no held one: held ones with the most room first, then empty ones by number.
+
+    As soon as a held frame has room for the rest of the run, the first such frame by number gets it.
+    """
+    shares: list[tuple[int, int]] = []
+    held = np.flatnonzero(is_held & (room > 0))
+    held = held[np.argsort(-room[held], kind="stable")]
+    num_full = int(np.searchsorted(np.cumsum(room[held]), num_pages))
+    for frame in held[:num_full].tolist():
+        shares.append((frame, int(room[frame])))
+        num_pages -= shares[-1][1]
+    if num_full < len(held):
+        rest = np.sort(held[num_full:])
+        return [*shares, (int(rest[(room[rest] >= num_pages).argmax()]), num_pages)]
+    for frame in np.flatnonzero(~is_held & (room > 0)).tolist():
+        if not num_pages:
+            break
+        shares.append((frame, min(num_pages, int(room[frame]))))
+        num_pages -= shares[-1][1]
+    return shares
 
 
 def give_slots(placement: Placement, slots: NDArray[np.int64]) -> list[int]:
@@ -175,7 +226,12 @@ def give_slots(placement: Placement, slots: NDArray[np.int64]) -> list[int]:
     return placement.give(placement.ledger.free_slots(slots))
 
 
-PLACEMENTS: dict[str, Callable[[Ledger], Placement]] = {"stock": StockPlacement, "pack": PackPlacement}
+def _pack(ledger: Ledger) -> Placement:
+    """With one page in a frame there is nothing to pack."""
+    return StockPlacement(ledger) if ledger.geometry.pages_per_frame == 1 else PackPlacement(ledger)
+
+
+PLACEMENTS: dict[str, Callable[[Ledger], Placement]] = {"stock": StockPlacement, "pack": _pack}
 """The rules a server offers (`RADIX_PAGES_PLACEMENT`)."""
 
 

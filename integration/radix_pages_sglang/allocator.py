@@ -237,8 +237,7 @@ class RadixPagesPagedAllocator(FrameAware, PagedTokenToKVPoolAllocator):
         slots = last_loc + 1
         if len(growing):
             near = convert.host_ints(self.geometry.page_of(last_loc[growing]))
-            pages = self.store.take([1] * len(growing), near)
-            slots[growing] = self.geometry.first_slot(convert.host_array(pages))
+            slots[growing] = self.geometry.first_slot(np.array(self.store.take_each(near), dtype=np.int64))
         return torch.from_numpy(slots)
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:

@@ -70,6 +70,11 @@ class HostPages:
             return torch.empty(0, dtype=torch.int64)
         return torch.from_numpy(taken[0] if len(taken) == 1 else np.concatenate(taken))
 
+    def take_each(self, near: Sequence[int]) -> list[int]:
+        """A page for each of several requests, beside the one they name."""
+        take_one = self._placement.take_one
+        return [take_one(page) for page in near]
+
     def give(self, pages: torch.Tensor) -> None:
         self._placement.give(convert.host_array(pages))
 
