@@ -49,7 +49,10 @@ class PartlyFreed:
         self._freed: dict[int, set[int]] = {}
 
     def free(self, slots: NDArray[np.int64]) -> Pages:
-        """Count `slots` and return the pages whose last slot that was. Raises LedgerError for one freed before."""
+        """Count `slots` and return the pages whose last slot that was, by number (SGLang sorts them, too).
+
+        Raises LedgerError for a slot that was freed before; then nothing is counted.
+        """
         by_page: dict[int, set[int]] = {}
         twice = []
         for slot in slots.tolist():
@@ -67,7 +70,10 @@ class PartlyFreed:
                 done.append(page)
             else:
                 self._freed[page] = fresh
-        return np.array(done, dtype=np.int64)
+        return np.array(sorted(done), dtype=np.int64)
+
+    def __bool__(self) -> bool:
+        return bool(self._freed)
 
     def forget(self, pages: Pages) -> None:
         """`pages` were released as a whole."""

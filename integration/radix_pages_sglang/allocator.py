@@ -234,7 +234,7 @@ class RadixPagesPagedAllocator(FrameAware, PagedTokenToKVPoolAllocator):
         """The next slot of every request; those at positions `growing` begin a page, near their last one."""
         if not self._make_room(len(growing)):
             return None
-        slots = last_loc + 1
+        slots = last_loc.astype(np.int64) + 1
         if len(growing):
             near = convert.host_ints(self.geometry.page_of(last_loc[growing]))
             slots[growing] = self.geometry.first_slot(np.array(self.store.take_each(near), dtype=np.int64))

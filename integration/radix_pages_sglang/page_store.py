@@ -98,8 +98,8 @@ class HostPages:
 class DevicePages:
     """For pools on a device: the free list is a device tensor, and only its length is known to the host.
 
-    With placement `pack` the list is sorted before an allocation that follows a release: pages of the fullest
-    frames first, by frame and page. Sorting runs on the device; the host only enqueues it.
+    With placement `pack` the list is sorted before an allocation that follows a release: pages of held frames
+    first, by number. Sorting runs on the device; the host only enqueues it.
     """
 
     def __init__(self, geometry: Geometry, num_pages: int, placement: str, device: torch.device) -> None:
@@ -108,6 +108,8 @@ class DevicePages:
         self._rule = placement
         self._pack = placement == "pack" and geometry.pages_per_frame > 1
         self._device = device
+        # As in the ledger: the padding page is a page of frame 0, which is therefore never empty.
+        self._frame_sizes = torch.from_numpy(Ledger(geometry, num_pages).sizes).to(device, torch.int64)
         self.clear()
 
     def resized(self, num_pages: int) -> DevicePages:
@@ -133,20 +135,29 @@ class DevicePages:
         return taken
 
     def give(self, pages: torch.Tensor) -> None:
-        self._free = torch.cat((pages, self._free))
+        if self._partly_freed:  # single slots were freed before, which made the host wait already
+            self._partly_freed.forget(convert.host_array(pages))
+        self._add(pages)
+
+    def _add(self, pages: torch.Tensor) -> None:
+        # SGLang's own orders: a pool of single slots is a queue, a paged one a stack.
+        parts = (self._free, pages) if self._geometry.page_size == 1 else (pages, self._free)
+        self._free = torch.cat(parts)
         self._unsorted = self._pack
 
     def give_slots(self, slots: torch.Tensor) -> None:
         done = self._partly_freed.free(convert.host_array(slots))
         if len(done):
-            self.give(torch.from_numpy(done).to(self._device, non_blocking=True))
+            self._add(torch.from_numpy(done).to(self._device, non_blocking=True))
 
     def _sort(self) -> None:
+        """Pages of held frames by number, then those of empty frames by number."""
         geometry = self._geometry
         frames = geometry.frame_of(self._free)
-        room = torch.zeros(geometry.frame_of(self.num_pages) + 1, dtype=torch.int64, device=self._device)
+        room = torch.zeros_like(self._frame_sizes)
         room.scatter_add_(0, frames, torch.ones_like(frames))
-        self._free = self._free[torch.argsort(room[frames] * (self.num_pages + 1) + self._free)]
+        in_empty_frame = room[frames] == self._frame_sizes[frames]
+        self._free = self._free[torch.argsort(self._free + in_empty_frame * (self.num_pages + 1))]
         self._unsorted = False
 
     def ledger(self) -> Ledger:

@@ -238,6 +238,12 @@ def test_a_page_released_as_a_whole_forgets_its_single_slots():
     assert t.free_slots(ids(4, 5, 6, 7)).tolist() == [1]
 
 
+def test_done_pages_are_in_the_order_of_their_numbers():
+    t = ledger(8)
+    t.hold(up_to(8))
+    assert t.free_slots(np.arange(4, 36)[::-1]).tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
 def test_a_done_page_starts_anew_without_being_told():
     t = PartlyFreed(Geometry(2))
     assert t.free(ids(4)).tolist() == []
