@@ -6,7 +6,8 @@ from collections import Counter
 
 from radix_pages.node import Node
 from radix_pages.order import LeafQueue
-from radix_pages.tree import RadixTree, UnknownNodeError
+from radix_pages.results import UnknownNodeError
+from radix_pages.tree import RadixTree
 
 
 def disagreements(tree: RadixTree, leaves: LeafQueue) -> list[str]:

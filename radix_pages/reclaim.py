@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from radix_pages.planner import Plan
-from radix_pages.tree import RadixTree, Removal
+from radix_pages.results import Removal
+from radix_pages.tree import RadixTree
 
 
 def reclaim(tree: RadixTree, plan: Plan) -> list[Removal]:

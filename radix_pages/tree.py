@@ -3,74 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from radix_pages.node import ChildKey, Namespace, Node
+from radix_pages.results import Insertion, Leaves, Match, Removal, TreeError, UnknownNodeError, removal_of
 from radix_pages.units import Geometry
-
-
-class TreeError(RuntimeError):
-    """A call that the tree's state forbids; names the node."""
-
-
-class UnknownNodeError(KeyError):
-    """A node id that is not in the tree: evicted, trimmed, or from before a reset."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
-
-
-class Leaves(Protocol):
-    """Who wants to hear of leaves: an eviction queue (`radix_pages.order.LeafQueue`)."""
-
-    touched_is_urgent: bool
-
-    def offer(self, node: Node) -> None:
-        """`node` may have become a leaf, or more urgent to evict."""
-
-    def forget(self, node: Node) -> None:
-        """`node` has left the tree."""
-
-    def clear(self) -> None:
-        """Every node has left the tree."""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest cached prefix: it ends with `node` (the root when nothing matched) and is `num_pages` long."""
-
-    node: Node
-    num_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Insertion:
-    """What an insert found and added.
-
-    The key's first `matched_pages` pages were in the tree already. `node` ends the inserted key; `leaf` is the
-    node that was added for the rest, None when nothing was. `declined` says that the tree took nothing because
-    pages which the caller had put into the tree before no longer belong to this key.
-    """
-
-    node: Node
-    matched_pages: int
-    leaf: Node | None
-    declined: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Removal:
-    """Pages that left the tree, with what their node knew of them. The caller owns the payload now."""
-
-    num_pages: int
-    tokens: bytes
-    payload: Any
-    labels: list[Any] | None
-    namespace: Namespace | None
-    created: int
-    tick: int
-    hits: int
 
 
 class RadixTree:
@@ -330,7 +267,7 @@ class RadixTree:
         self.evictable_pages -= leaf.num_pages
         if parent.is_leaf:
             self._leaves.offer(parent)
-        return _removal(leaf, leaf.num_pages, leaf.tokens, leaf.payload, leaf.labels)
+        return removal_of(leaf, leaf.num_pages, leaf.tokens, leaf.payload, leaf.labels)
 
     def trim(self, leaf: Node, num_pages: int) -> Removal:
         """Take the last `num_pages` pages of a leaf out of the tree and give what is left a new id.
@@ -345,7 +282,7 @@ class RadixTree:
         tokens, labels = leaf.tokens, leaf.labels
         cut_bytes = keep * self._page_bytes
         gone = None if labels is None else labels[keep:]
-        removal = _removal(leaf, num_pages, tokens[cut_bytes:], leaf.payload[cut:], gone)
+        removal = removal_of(leaf, num_pages, tokens[cut_bytes:], leaf.payload[cut:], gone)
         leaf.payload = self._copy(leaf.payload[:cut])
         leaf.tokens = tokens[:cut_bytes]
         leaf.labels = None if labels is None else labels[:keep]
@@ -451,7 +388,3 @@ class RadixTree:
             if node.parent is None:
                 why = "no place in the tree"
             raise TreeError(f"node {node.id} cannot be evicted: it has {why}")
-
-
-def _removal(leaf: Node, num_pages: int, tokens: bytes, payload: Any, labels: list[Any] | None) -> Removal:
-    return Removal(num_pages, tokens, payload, labels, leaf.namespace, leaf.created, leaf.tick, leaf.hits)

@@ -13,11 +13,12 @@ MAY_IMPORT = {
     "ledger": {"units"},
     "placement": {"units", "ledger"},
     "node": {"units"},
-    "tree": {"units", "node"},
+    "results": {"node"},
+    "tree": {"units", "node", "results"},
     "order": {"node"},
     "planner": {"units", "node", "order"},
-    "reclaim": {"tree", "planner"},
-    "check": {"units", "node", "tree", "order", "planner", "reclaim"},
+    "reclaim": {"results", "tree", "planner"},
+    "check": {"units", "node", "results", "tree", "order", "planner", "reclaim"},
     "__init__": set(),
 }
 

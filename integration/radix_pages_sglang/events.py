@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
     from radix_pages.node import Node
-    from radix_pages.tree import Removal
+    from radix_pages.results import Removal
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from radix_pages.ledger import Ledger, Occupancy
-    from radix_pages.tree import Removal
+    from radix_pages.results import Removal
     from radix_pages_sglang.counts import EvictionCounts
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,8 @@ from radix_pages.node import Node
 from radix_pages.order import LeafQueue, make_order
 from radix_pages.planner import plan_pages
 from radix_pages.reclaim import reclaim
-from radix_pages.tree import RadixTree, Removal, TreeError
+from radix_pages.results import Removal, TreeError
+from radix_pages.tree import RadixTree
 from radix_pages_sglang import convert
 from radix_pages_sglang.events import TreeEvents
 from radix_pages_sglang.no_host_tier import DeviceOnlyTreeCore

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, EvictParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from radix_pages.order import ORDER_NAMES, Order, make_order
-from radix_pages.tree import TreeError, UnknownNodeError
+from radix_pages.results import TreeError, UnknownNodeError
 from tests.adapter.caches import OURS, STOCK, Namespace, Request, Sizes, build, run
 
 pytestmark = pytest.mark.usefixtures("published_config")

@@ -8,7 +8,8 @@ from radix_pages.node import Namespace
 from radix_pages.order import LeafQueue, make_order
 from radix_pages.planner import plan_pages
 from radix_pages.reclaim import reclaim
-from radix_pages.tree import Insertion, Match, RadixTree
+from radix_pages.results import Insertion, Match
+from radix_pages.tree import RadixTree
 from radix_pages.units import Geometry
 
 

@@ -17,7 +17,8 @@ from radix_pages.check import disagreements
 from radix_pages.order import ORDER_NAMES, LeafQueue, make_order
 from radix_pages.planner import plan_pages
 from radix_pages.reclaim import reclaim
-from radix_pages.tree import RadixTree, UnknownNodeError
+from radix_pages.results import UnknownNodeError
+from radix_pages.tree import RadixTree
 from radix_pages.units import Geometry
 
 LETTERS = st.text(alphabet="ab", max_size=12)

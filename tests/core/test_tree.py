@@ -3,7 +3,8 @@ import pytest
 
 from radix_pages.check import disagreements
 from radix_pages.order import LeafQueue, make_order
-from radix_pages.tree import RadixTree, TreeError, UnknownNodeError
+from radix_pages.results import TreeError, UnknownNodeError
+from radix_pages.tree import RadixTree
 from radix_pages.units import Geometry
 from tests.core.drawing import LetterTree
 
