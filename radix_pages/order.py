@@ -113,14 +113,14 @@ class LeafQueue:
             self._num_dead += 1
         node.queued = key
         heapq.heappush(self._heap, (key, node.id, node))
+        self._compact_if_littered()
 
     def forget(self, node: Node) -> None:
         """Drop `node`, which has left the tree."""
         if node.queued is not None:
             node.queued = None
             self._num_dead += 1
-            if self._num_dead > 64 and self._num_dead * 2 > len(self._heap):
-                self._compact()
+            self._compact_if_littered()
 
     def clear(self) -> None:
         """Drop everything."""
@@ -154,7 +154,9 @@ class LeafQueue:
                 continue
             heapq.heappop(heap)
 
-    def _compact(self) -> None:
+    def _compact_if_littered(self) -> None:
+        if self._num_dead <= 64 or self._num_dead * 2 <= len(self._heap):
+            return
         self._heap[:] = [entry for entry in self._heap if entry[2].queued == entry[0]]
         heapq.heapify(self._heap)
         self._num_dead = 0

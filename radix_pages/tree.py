@@ -48,7 +48,7 @@ class RadixTree:
         """Under what `node`'s parent keeps it; the root has no such key (TreeError)."""
         if node.parent is None:
             raise TreeError(f"node {node.id} has no parent")
-        if node.is_overwritten and not node.parent.is_overwritten:
+        if node.is_overwritten:
             return node.id
         return self._child_key(node.parent, node.tokens, 0, node.namespace)
 
@@ -232,15 +232,16 @@ class RadixTree:
 
         What no lock protects leaves at once and is returned; the rest leaves at its last unlock.
         """
-        parent = node.parent
-        if parent is None:
-            raise TreeError(f"node {node.id} has no parent")
-        del parent.children[self.child_key(node)]
         below = [node]
         for each in below:
             below += each.children.values()
+        for each in below:
+            key = self.child_key(each)
+            parent = each.parent
+            assert parent is not None
+            del parent.children[key]
             each.is_overwritten = True
-        parent.children[self.child_key(node)] = node
+            parent.children[each.id] = each
         return [removal for each in reversed(below) if each.is_leaf for removal in self._drop_overwritten(each)]
 
     def _drop_overwritten(self, node: Node) -> list[Removal]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
-Ids = TypeVar("Ids", int, np.ndarray)
+Ids = TypeVar("Ids", int, "np.ndarray")
 """One id or an array of ids."""
 
 

@@ -6,7 +6,8 @@ What differs from SGLang's own allocators:
   of page ids, built when somebody reads it.
 - Room is made for exactly the pages that an allocation adds. SGLang asks for it ahead of the allocation and assumes
   one new page a request; `evict_to_free_tokens` here only notes the cache, and the allocation that follows evicts
-  what it lacks. `check_decode_capacity` is told the exact number and evicts at once.
+  what it lacks. `check_decode_capacity` is told the exact number and evicts at once, and so does the look-ahead
+  after a retraction, which allocates nothing itself (`evict_now`).
 - `free()` may carry single slots: a page comes back with its last one. `free_segment(s)` and `free_page_ids` carry
   whole pages, the last one even when the segment ends inside it, as `release_kv_cache` relies on.
 
@@ -16,6 +17,7 @@ and `check_decode_capacity` never do; `free` may (stock's does); `verify_byte_ac
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,19 +32,26 @@ from radix_pages_sglang import convert
 from radix_pages_sglang.page_store import HostPages, PageStore, make_page_store
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+
     from radix_pages.ledger import Ledger
     from radix_pages.units import Geometry
     from radix_pages_sglang.cache import RadixPagesCache
 
 
 class FrameAware:
-    """What both allocators share. `cache` is set by the cache once it exists; it is asked for recounts only."""
+    """What both allocators share.
+
+    `cache` is set by the cache once it exists, for recounts; `_evict_from` is the cache that SGLang named for the
+    allocation which comes next, and is forgotten with it.
+    """
 
     geometry: Geometry
     store: PageStore
     cache: RadixPagesCache | None = None
-    _evict_from = None
+    _evict_from: BasePrefixCache | None = None
     _recounted: tuple[int, int] | None = None
+    _next_recount = 0.0
 
     # SGLang's base class assigns these in its constructor and reads them in checks.
 
@@ -77,9 +86,13 @@ class FrameAware:
         self._evict_from = tree_cache
         return None
 
-    def check_decode_capacity(self, *, num_tokens: int, tree_cache, requests=None, spec_algorithm=None) -> bool:
+    def evict_now(self, tree_cache: BasePrefixCache, num_tokens: int) -> bool:
+        """Evict what `num_tokens` lack, at once: for callers who allocate nothing themselves."""
         self._evict_from = tree_cache
         return self._make_room(self.geometry.pages_to_hold(num_tokens))
+
+    def check_decode_capacity(self, *, num_tokens: int, tree_cache, requests=None, spec_algorithm=None) -> bool:
+        return self.evict_now(tree_cache, num_tokens)
 
     def _make_room(self, num_pages: int) -> bool:
         """Evict what `num_pages` lack, from the cache that SGLang named for this allocation; False if that fails."""
@@ -92,14 +105,23 @@ class FrameAware:
         return self.store.num_free >= num_pages
 
     def verify_byte_accounting(self) -> list[str]:
-        """SGLang's recount at idle: everything on which ledger, tree and sessions disagree. Once per change."""
+        """SGLang's recount at idle: everything on which ledger, tree and sessions disagree.
+
+        It grows with the cache, so it runs only when something changed since the last one, and once it takes more
+        than 5 ms no oftener than every 20th moment: a request after a short pause should not have to wait for it.
+        """
         if self.cache is None:
             return []
         state = (self.cache.tree_core.tree.tick, self.store.num_free)
-        if state == self._recounted:
+        if state == self._recounted or time.monotonic() < self._next_recount:
             return []
         self._recounted = state
-        return self.cache.recount()
+        start = time.monotonic()
+        found = self.cache.recount()
+        now = time.monotonic()
+        seconds = now - start
+        self._next_recount = now + 20 * seconds if seconds > 0.005 else 0.0
+        return found
 
 
 class RadixPagesTokenAllocator(FrameAware, TokenToKVPoolAllocator):

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+import numpy as np
 from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, DecLockRefResult, EvictParams, EvictResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
+from radix_pages.ledger import Ledger, LedgerError
 from radix_pages_sglang import convert
 from radix_pages_sglang.allocator import FrameAware
 from radix_pages_sglang.counts import EvictionCounts
@@ -48,20 +50,26 @@ class RadixPagesCache(UnifiedRadixCache):
             # Whole pages in key order: one page-exact segment.
             self.token_to_kv_pool_allocator.free_segment(evicted.slots, start_pos=0)
         seconds = time.perf_counter() - start_time
-        self.eviction_counts.record(params.num_tokens, evicted.num_tokens, self.page_size, seconds)
+        self.eviction_counts.record(params.num_tokens, evicted.num_tokens, self.tree_core.geometry, seconds)
         self.update_eviction_metrics(evicted.num_tokens, start_time)
         if self._metrics is not None and evicted.num_tokens:
             self._clock.sample(self.tree_core.tree.tick)
             self._metrics.evicted(evicted.removals, params.num_tokens, self.eviction_counts, self._clock)
-        if self._frames is not None and self._frames.ledger_is_at_hand and start_time - self._gauges_set >= 1:
-            self.report_occupancy()
+        if start_time - self._gauges_set >= 1:
+            self._report_while_busy()
         return EvictResult(num_tokens_evicted=evicted.num_tokens)
 
-    def report_occupancy(self) -> None:
-        """Set the gauges and say the minute's log line. Waits for the device where the ledger is not at hand."""
+    def _report_while_busy(self) -> None:
+        """Gauges and log line, at most once a second. Never waits for a device: there frames are counted at idle."""
         self._gauges_set = time.perf_counter()
-        ledger = self._frames.ledger()
+        if self._frames is not None and self._frames.ledger_is_at_hand:
+            self._report_occupancy(self._frames.ledger())
+        elif self._log.is_due(self.eviction_counts):
+            self._log.speak(self.eviction_counts, None)
+
+    def _report_occupancy(self, ledger: Ledger) -> None:
         occupancy = ledger.occupancy_report()
+        self._clock.sample(self.tree_core.tree.tick)
         if self._metrics is not None:
             self._metrics.occupied(occupancy, ledger)
         if self._log.is_due(self.eviction_counts):
@@ -70,11 +78,16 @@ class RadixPagesCache(UnifiedRadixCache):
     def state(self) -> dict[str, object]:
         """What `/server_info` tells of this rank."""
         state: dict[str, object] = asdict(self.eviction_counts)
-        if self._frames is not None:
+        if self._frames is None:
+            return state
+        state |= asdict(self._frames.geometry)
+        try:
             ledger = self._frames.ledger()
-            state |= asdict(ledger.occupancy_report())
+        except LedgerError as error:
+            return state | {"ledger_error": str(error)}
+        state |= asdict(ledger.occupancy_report()) | {"frames_by_occupancy": frames_by_occupancy(ledger)}
+        if self._frames.ledger_is_at_hand:  # elsewhere the ledger is made anew each time and has no past
             state |= {"frames_emptied": ledger.frames_emptied, "frames_refilled": ledger.frames_refilled}
-            state |= asdict(self._frames.geometry) | {"frames_by_occupancy": frames_by_occupancy(ledger)}
         return state
 
     @rank_consensus(same_params=["params", "allocation_reclaim_satisfied is not None"], same_results=True)
@@ -99,24 +112,29 @@ class RadixPagesCache(UnifiedRadixCache):
     def recount(self) -> list[str]:
         """Everything on which tree, ledger and sessions disagree, a sentence each. For idle servers: no request
         may hold a row. Waits for the device."""
-        self.report_occupancy()
+        try:
+            ledger = self.token_to_kv_pool_allocator.ledger()
+        except LedgerError as error:
+            return [str(error)]
+        self._report_occupancy(ledger)
         found = self.tree_core.disagreements()
-        ledger = self.token_to_kv_pool_allocator.ledger()
-        owners = {"the tree": self.tree_core.pages()}
+        slots = convert.host_array(self.tree_core.all_values_flatten())
+        tree_pages, broken = convert.whole_pages(slots, self.tree_core.geometry)
+        if broken:
+            found.append(f"slots {broken[:8]} do not stand in whole pages, in order, in the nodes that hold them")
+        owned = np.zeros(ledger.num_pages + 1, dtype=np.bool_)
+        owners = {"the tree": tree_pages}
         for session_id, kv in self.session_records().items():
             if kv.holds_kv:
                 row = self.req_to_token_pool.req_to_token[kv.req_pool_idx]
                 own = row[kv.cache_protected_len : kv.kv_allocated_len]
                 owners[f"session {session_id}"] = convert.distinct_pages(own, self.tree_core.geometry)
-        owner_of: dict[int, str] = {}
         for owner, pages in owners.items():
-            for page in pages:
-                if page in owner_of:
-                    found.append(f"page {page} belongs to {owner_of[page]} and to {owner}")
-                owner_of[page] = owner
-                if not ledger.held_bytes[page]:
-                    found.append(f"page {page} belongs to {owner} and is free")
-        lost = [page for page in range(1, ledger.num_pages + 1) if ledger.held_bytes[page] and page not in owner_of]
-        if lost:
-            found.append(f"{len(lost)} pages are held by nobody: {lost[:16]}")
+            found += [f"page {page} belongs to {owner} and to somebody else" for page in pages[owned[pages]]]
+            found += [f"page {page} belongs to {owner} and is free" for page in pages[~ledger.is_held[pages]]]
+            owned[pages] = True
+        owned[0] = True  # SGLang's padding page
+        lost = np.flatnonzero(ledger.is_held & ~owned)
+        if len(lost):
+            found.append(f"{len(lost)} pages are held by nobody: {convert.host_ints(lost[:16])}")
         return found

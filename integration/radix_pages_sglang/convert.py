@@ -78,14 +78,23 @@ def host_ints(tensor: torch.Tensor) -> list[int]:
     return tensor.tolist()
 
 
-def page_ids(slots: torch.Tensor, geometry: Geometry) -> list[int]:
-    """The page of every first slot in `slots`, which holds whole pages in order. Waits for a device."""
-    return geometry.page_of(slots[:: geometry.page_size]).tolist()
+def whole_pages(slots: np.ndarray, geometry: Geometry) -> tuple[np.ndarray, list[int]]:
+    """The pages that `slots` consist of, and the slots that break the rule: whole pages, their slots in order."""
+    rows = slots.reshape(-1, geometry.page_size)
+    pages = geometry.page_of(rows[:, 0])
+    expected = geometry.first_slot(pages)[:, None] + np.arange(geometry.page_size)
+    return pages, rows[rows != expected].tolist()
 
 
-def distinct_pages(slots: torch.Tensor, geometry: Geometry) -> list[int]:
+def repeated(ids: np.ndarray) -> list[int]:
+    """Ids that occur more than once, ascending."""
+    each, counts = np.unique(ids, return_counts=True)
+    return each[counts > 1].tolist()
+
+
+def distinct_pages(slots: torch.Tensor, geometry: Geometry) -> np.ndarray:
     """The pages of any run of slots, each once. Waits for a device."""
-    return torch.unique(geometry.page_of(slots.to(torch.int64))).tolist()
+    return np.unique(geometry.page_of(host_array(slots).astype(np.int64)))
 
 
 def same_slots(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from radix_pages.units import Geometry
+
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 
@@ -31,15 +33,15 @@ class EvictionCounts:
     pages_reclaimed: int = 0
     eviction_seconds: float = 0.0
 
-    def record(self, asked_tokens: int, evicted_tokens: int, page_size: int, seconds: float) -> None:
-        """One eviction."""
-        rounded = -(-asked_tokens // page_size) * page_size
-        self.evictions += 1
+    def record(self, asked_tokens: int, evicted_tokens: int, geometry: Geometry, seconds: float) -> None:
+        """One call for eviction; it counts as an eviction when it evicted something."""
+        rounded = geometry.slots(geometry.pages_to_hold(asked_tokens))
+        self.evictions += evicted_tokens > 0
         self.asked_tokens += asked_tokens
         self.asked_page_rounded += rounded
         self.evicted_tokens += evicted_tokens
         self.unmet_tokens += max(rounded - evicted_tokens, 0)
-        self.pages_reclaimed += evicted_tokens // page_size
+        self.pages_reclaimed += geometry.whole_pages(evicted_tokens)
         self.eviction_seconds += seconds
 
 
@@ -76,5 +78,7 @@ def _count_stock_eviction(evict_for_alloc, cache, params: EvictParams, **kwargs)
     start = time.perf_counter()
     result = evict_for_alloc(cache, params, **kwargs)
     counts = _stock_counts.setdefault(cache, EvictionCounts())
-    counts.record(params.num_tokens, result.num_tokens_evicted, cache.page_size, time.perf_counter() - start)
+    counts.record(
+        params.num_tokens, result.num_tokens_evicted, Geometry(cache.page_size), time.perf_counter() - start
+    )
     return result

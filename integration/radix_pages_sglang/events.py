@@ -63,9 +63,10 @@ class TreeEvents:
         self.recorder.record_store(view, session_id=session_id)
         leaf.labels = view.hash_value if leaf.namespace is None else view.event_hash_value
 
-    def removed(self, removal: Removal) -> None:
-        """These pages left the tree, as a leaf or as a leaf's tail."""
-        self.recorder.record_remove(self._view(removal.tokens, removal.namespace, removal.labels))
+    def removed(self, gone: Removal | Node) -> None:
+        """These pages left the tree, as a leaf or as a leaf's tail, or can no longer be found in it."""
+        if gone.labels is not None:
+            self.recorder.record_remove(self._view(gone.tokens, gone.namespace, gone.labels))
 
     def _view(self, tokens: bytes, namespace, hashes: list[str] | None) -> _EventNode:
         key = convert.radix_key(tokens, namespace, self._is_bigram)

@@ -14,12 +14,16 @@ logger = logging.getLogger(__name__)
 
 _BUILD_ALLOCATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator"
 
+_RETRACT_LOOK_AHEAD = "sglang.srt.managers.schedule_batch.evict_from_tree_cache"
+"""The name under which the batch calls it after a retraction; allocations use another module's name."""
+
 
 def register() -> None:
     """Register the hooks; SGLang applies them when all plugins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_BUILD_ALLOCATOR, _build_allocator, HookType.AROUND)
+    HookRegistry.register(_RETRACT_LOOK_AHEAD, _retract_look_ahead, HookType.AROUND)
 
 
 def is_selected() -> bool:
@@ -36,6 +40,16 @@ def _build_allocator(build, configurator, *args, **kwargs):
     if not is_selected() or built is given:
         return built
     return frame_aware(built)
+
+
+def _retract_look_ahead(evict, tree_cache, num_tokens: int):
+    """After a retraction SGLang frees memory for the next steps at once; ours would wait for the next allocation."""
+    from radix_pages_sglang.allocator import FrameAware
+
+    allocator = None if tree_cache is None else tree_cache.token_to_kv_pool_allocator
+    if isinstance(allocator, FrameAware) and tree_cache.supports_prefix_sharing():
+        return allocator.evict_now(tree_cache, num_tokens)
+    return evict(tree_cache, num_tokens)
 
 
 def frame_aware(stock):
@@ -56,11 +70,20 @@ def frame_aware(stock):
     rows = row_bytes(stock.get_kvcache())
     geometry = frame_geometry(settings, stock.page_size, rows, on_cuda=str(stock.device).startswith("cuda"))
     logger.info("radix_pages: %s, placement %s", describe(geometry, rows), settings.placement)
+    if geometry.slots(geometry.pages_per_frame) > stock.size:
+        logger.warning(
+            "radix_pages: a frame is larger than the pool of %d tokens and can never be empty; set "
+            "RADIX_PAGES_FRAME_TOKENS",
+            stock.size,
+        )
     return kind(stock, geometry, settings.placement)
 
 
 def row_bytes(kvcache) -> list[int]:
-    """Bytes that one slot takes in each buffer of a KV pool: keys and values of every layer, and their scales."""
+    """Bytes that one slot takes in each buffer of a KV pool: keys and values of every layer, and their scales.
+
+    The layers of a separate draft model are not among them: their pool is built later.
+    """
     buffers = []
     for name in ("k_buffer", "v_buffer", "kv_buffer", "k_scale_buffer", "v_scale_buffer", "kv_scale_buffer"):
         found = getattr(kvcache, name, None)

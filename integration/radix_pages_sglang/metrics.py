@@ -77,7 +77,9 @@ class CacheMetrics:
             return Histogram(f"radix_pages:{name}", text, labelnames=names, buckets=buckets).labels(**labels)
 
         self.reclaimed_pages = counter("reclaimed_pages", "Pages that evictions left wholly empty.")
-        self.emptied_frames = counter("emptied_frames", "Frames that releases left wholly empty.")
+        self.emptied_frames = counter(
+            "emptied_frames", "Frames that releases left wholly empty; counted on a CPU only."
+        )
         self.asked_tokens = counter("asked_tokens", "Tokens that allocations lacked and asked the cache for.")
         self.tokens_per_page = gauge("evicted_tokens_per_reclaimed_page", "Tokens evicted for each reclaimed page.")
         self.pages = {
@@ -115,9 +117,11 @@ class CacheMetrics:
         if counts.pages_reclaimed:
             self.tokens_per_page.set(counts.evicted_tokens / counts.pages_reclaimed)
         for removal in removals:
-            self.lifetime.observe(clock.age(removal.created))
-            self.idle.observe(clock.age(removal.tick))
-            self.reuse.observe(max(removal.hits - 1, 0))
+            lifetime, idle = clock.age(removal.created), clock.age(removal.tick)
+            for _ in range(removal.num_pages):  # prometheus_client has no weights
+                self.lifetime.observe(lifetime)
+                self.idle.observe(idle)
+                self.reuse.observe(max(removal.hits - 1, 0))
 
     def occupied(self, occupancy: Occupancy, ledger: Ledger) -> None:
         """What frames hold now."""
@@ -127,7 +131,7 @@ class CacheMetrics:
         self.packed_floor.set(occupancy.packed_floor)
         for band, count in frames_by_occupancy(ledger).items():
             self._frames.labels(**self._values, occupancy=band).set(count)
-        self.emptied_frames.inc(ledger.frames_emptied - self._emptied_before)
+        self.emptied_frames.inc(max(ledger.frames_emptied - self._emptied_before, 0))
         self._emptied_before = ledger.frames_emptied
 
 

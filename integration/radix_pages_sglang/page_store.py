@@ -39,7 +39,10 @@ class PageStore(Protocol):
     def free_pages(self) -> torch.Tensor: ...
 
     def ledger(self) -> Ledger:
-        """What is held, as of now; waits for the device."""
+        """What is held, as of now. On a device made anew each time, which waits and tells no past totals.
+
+        Raises LedgerError when the device's free list is broken, which only this read can find out there.
+        """
 
     def clear(self) -> None: ...
 
@@ -163,9 +166,10 @@ class DevicePages:
     def ledger(self) -> Ledger:
         ledger = Ledger(self._geometry, self.num_pages)
         free = convert.host_array(self._free)
-        if len(np.unique(free)) != len(free):
-            pages, counts = np.unique(free, return_counts=True)
-            raise LedgerError(f"pages {convert.host_ints(pages[counts > 1][:8])} are in the free list more than once")
+        if twice := convert.repeated(free):
+            raise LedgerError(f"pages {twice[:8]} are in the free list more than once: freed twice")
+        if strange := convert.host_ints(free[(free < 1) | (free > self.num_pages)][:8]):
+            raise LedgerError(f"pages {strange} are in the free list and not among pages 1 to {self.num_pages}")
         ledger.hold(np.setdiff1d(np.arange(1, self.num_pages + 1), free))
         return ledger
 

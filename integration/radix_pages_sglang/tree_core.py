@@ -1,7 +1,8 @@
 """SGLang's tree-core interface over `radix_pages.tree`. No policy: it converts, calls and reports.
 
-Synchronisation: nothing here waits for the device except `all_values`-style reports, `walk_for_kv_canary` and
-`pretty_print`; eviction needs lengths only and hands back the payload tensors it took out of the tree.
+Synchronisation: nothing here waits for the device except `all_values`-style reports, `walk_for_kv_canary` and, in an
+insert whose request has overwritten what it inserted before (`_overwritten`), a comparison of slots; eviction needs
+lengths only and hands back the payload tensors it took out of the tree.
 """
 
 from __future__ import annotations
@@ -156,15 +157,31 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
         """
         for child in above.children.values():
             if child.locks and convert.same_slots(child.payload[: self.page_size], first_page):
-                return self._freed(self.tree.mark_overwritten(child))
+                removals = self.tree.mark_overwritten(child)
+                self._forget_events_below(child)
+                return self._freed(removals)
         return []
+
+    def _forget_events_below(self, node: Node) -> None:
+        """Tell listeners now that the overwritten nodes from `node` down are gone: nothing can match them, though
+        their locks keep them in the tree. Losing their labels, they are not reported again when they leave."""
+        if not self.events.enabled or node.parent is None:
+            return
+        below = [node]
+        for each in below:
+            below += each.children.values()
+            self.events.removed(each)
+            each.labels = None
 
     def _freed(self, removals: list[Removal]) -> list[FreeDeviceKV]:
         """The actions that give removed pages back, with their events recorded."""
+        self._report(removals)
+        return [FreeDeviceKV([removal.payload for removal in removals])] if removals else []
+
+    def _report(self, removals: list[Removal]) -> None:
         if self.events.enabled:
             for removal in removals:
                 self.events.removed(removal)
-        return [FreeDeviceKV([removal.payload for removal in removals])] if removals else []
 
     def resume_insert(self) -> InsertStepResult:
         raise TreeError("no insert is under way: radix_pages finishes every insert in begin_insert()")
@@ -200,9 +217,7 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
     def evict_tokens(self, num_tokens: int) -> Evicted:
         """Evict `num_tokens` tokens, rounded up to pages, or all that is evictable; the caller frees the slots."""
         removals = reclaim(self.tree, plan_pages(self.leaves, self.geometry.pages_to_hold(num_tokens)))
-        if self.events.enabled:
-            for removal in removals:
-                self.events.removed(removal)
+        self._report(removals)
         num_pages = sum(removal.num_pages for removal in removals)
         slots = convert.concatenated([removal.payload for removal in removals], self.device)
         return Evicted(self.geometry.slots(num_pages), slots, removals)
@@ -363,19 +378,12 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
         as_tensor = [torch.tensor(column, dtype=torch.int64) for column in (slots, positions, previous)]
         return RadixCacheWalkResult(slot_indices=as_tensor[0], positions=as_tensor[1], prev_slot_indices=as_tensor[2])
 
-    def pages(self) -> list[int]:
-        """Every page in the tree, one entry a page, in one copy from the device."""
-        return convert.page_ids(self.all_values_flatten(), self.geometry)
-
     def disagreements(self) -> list[str]:
         """The full recount: structure, counts, queue, and that no slot is in two nodes."""
         found = disagreements(self.tree, self.leaves)
-        owners: dict[int, int] = {}
-        for node in self.tree.nodes():
-            for slot in convert.host_ints(node.payload):
-                if slot in owners:
-                    found.append(f"slot {slot} is in node {owners[slot]} and in node {node.id}")
-                owners[slot] = node.id
+        for slot in convert.repeated(convert.host_array(self.all_values_flatten()))[:8]:
+            ids = [node.id for node in self.tree.nodes() if slot in convert.host_array(node.payload)]
+            found.append(f"slot {slot} is in nodes {ids}")
         return found
 
     def sanity_check(self, ongoing_write_through: list, ongoing_load_back: list) -> None:

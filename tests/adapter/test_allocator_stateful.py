@@ -67,7 +67,9 @@ class Ownership(RuleBasedStateMachine):
         owners: dict[int, list[str]] = {page: [] for page in range(1, self.num_pages + 1)}
         for page in self.cache.allocator.get_all_free_pages().tolist():
             owners[page].append("nobody")
-        for page in self.cache.core.pages():
+        for page in (
+            self.cache.core.all_values_flatten()[:: self.cache.core.page_size] // self.cache.core.page_size
+        ).tolist():
             owners[page].append("the tree")
         for request in self.live:
             for page in self.own_pages(request):

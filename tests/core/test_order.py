@@ -171,3 +171,10 @@ def test_the_name_of_an_order_may_be_in_any_case():
 def test_a_wrong_parameter_is_refused_by_name(name, parameters, message):
     with pytest.raises(ValueError, match=message):
         make_order(name, parameters)
+
+
+def test_a_leaf_accessed_for_ever_leaves_no_litter():
+    t = tree_with("mru")
+    for _ in range(2000):
+        t.match("a")
+    assert len(t.leaves._heap) < 200

@@ -293,3 +293,17 @@ def test_an_overwritten_span_can_no_longer_be_locked():
     t.tree.mark_overwritten(t.tree.node(handle))
     with pytest.raises(TreeError, match=f"node {handle} no longer holds what was matched"):
         t.tree.lock(handle)
+
+
+def test_spans_overwritten_one_after_the_other_go_with_their_own_last_locks():
+    t = LetterTree(page_size=2)
+    upper = t.insert("abcd").node.id
+    lower = t.insert("abcdef").node.id
+    t.tree.lock(upper)
+    t.tree.lock(lower)
+    assert t.tree.mark_overwritten(t.tree.node(lower)) == []
+    assert t.tree.mark_overwritten(t.tree.node(upper)) == []
+    assert disagreements(t.tree, t.leaves) == []
+    assert [removal.tokens for removal in t.tree.unlock(lower)] == [b"ef"]
+    assert [removal.tokens for removal in t.tree.unlock(upper)] == [b"abcd"]
+    assert (t.tree.evictable_pages, t.tree.protected_pages, t.drawing()) == (0, 0, [])

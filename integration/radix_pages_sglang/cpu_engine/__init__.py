@@ -21,8 +21,14 @@ FLAGS = {
 """Flags of `sglang serve` that a CPU needs, with their values; the last two bound the memory for KV."""
 
 
+AMD_DRIVER = Path("/dev/kfd")
+"""Exists where the driver of an AMD GPU is loaded."""
+
+
 def is_needed() -> bool:
-    """Whether the CUDA driver is missing or shows this process no device. Imports no torch."""
+    """Whether there is neither an AMD GPU nor a CUDA driver that shows this process a device. Imports no torch."""
+    if AMD_DRIVER.exists():
+        return False
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
