@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from radix_pages.node import Node
 from radix_pages.order import LeafQueue
 from radix_pages.units import Span
 
 
-@dataclass(frozen=True, slots=True)
-class Eviction:
+class Eviction(NamedTuple):
     """Drop `span`, the last pages of `leaf`; all of it when the span starts at page 0."""
 
     leaf: Node
     span: Span
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """Evictions in the order to carry them out (children before parents), and the pages that could not be found."""
 
     evictions: tuple[Eviction, ...]
