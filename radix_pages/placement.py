@@ -99,6 +99,8 @@ class PackPlacement:
     def clear(self) -> None:
         self.ledger.clear()
         self._most_frames = self.ledger.num_held_frames
+        self._low = 1
+        self._changed: list[Pages] = []
 
     @property
     def num_free(self) -> int:
@@ -121,6 +123,7 @@ class PackPlacement:
                 chosen += self._free_in(*share)
         pages = np.array(chosen, dtype=np.int64)
         ledger.hold(pages)
+        self._changed.append(pages)
         self._most_frames = max(self._most_frames, ledger.num_held_frames)
         return pages
 
@@ -134,26 +137,47 @@ class PackPlacement:
             page = ledger.held_bytes.find(False, first, end)
         if page < 0:
             page = self._first_free()
+            self._low = min(self._low, page)
         ledger.hold_one(page)
         self._most_frames = max(self._most_frames, ledger.num_held_frames)
         return page
 
     def _first_free(self) -> int:
-        """The first free page of a held frame, by number; of an empty one when no held frame has room."""
+        """The first free page of a held frame, by number; of an empty one when no held frame has room.
+
+        No held frame below page `_low` has room. Empty frames are few above it; after eight of them looking at all
+        frames at once is faster.
+        """
         ledger, find = self.ledger, self.ledger.held_bytes.find
-        page = first = find(False, 1)
-        for _ in range(8):  # low frames are seldom empty: looking at a few pages beats looking at all frames
+        self._look_at_changes()
+        page = find(False, self._low)
+        for _ in range(8):
             if page < 0:
-                return first
+                break
             frame = ledger.geometry.frame_of(page)
             if ledger.occupancy[frame]:
+                self._low = page
                 return page
             page = find(False, ledger.geometry.first_page(frame + 1))
         has_room = (ledger.occupancy > 0) & (ledger.occupancy < ledger.sizes)
         frame = int(has_room.argmax())
-        return find(False, ledger.geometry.first_page(frame)) if has_room[frame] else first
+        if not has_room[frame]:
+            return find(False, 1)
+        self._low = page = find(False, ledger.geometry.first_page(frame))
+        return page
+
+    def _look_at_changes(self) -> None:
+        """The frames of pages that were held or released since may have room now."""
+        if self._changed:
+            geometry = self.ledger.geometry
+            lowest = int(np.concatenate(self._changed).min(initial=self._low))
+            self._low = min(self._low, max(geometry.first_page(geometry.frame_of(lowest)), 1))
+            self._changed.clear()
 
     def give(self, pages: Pages) -> list[int]:
+        self._changed.append(pages)
+        if len(self._changed) > 256:  # nobody asked for long
+            self._look_at_changes()
         return self.ledger.release(pages)
 
     def _free_in(self, frame: int, most: int) -> list[int]:

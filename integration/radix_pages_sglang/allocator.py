@@ -232,14 +232,14 @@ class RadixPagesPagedAllocator(FrameAware, PagedTokenToKVPoolAllocator):
                 own.insert(0, last_page)
             slots = (geometry.first_slot(np.array(own, dtype=np.int64))[:, None] + self._places).ravel()
             runs.append(slots[skip : skip + length - prefix])
-        return torch.from_numpy(np.concatenate(runs))
+        return torch.from_numpy(np.concatenate(runs)) if runs else torch.empty(0, dtype=torch.int64)
 
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        starts_page = self.geometry.place_in_page(convert.host_array(seq_lens_cpu) - 1) == 0
+        starts_page = self.geometry.place_in_page(convert.cpu_array(seq_lens_cpu) - 1) == 0
         if self._on_host:
-            return self._decode_on_host(np.flatnonzero(starts_page), convert.host_array(last_loc))
+            return self._decode_on_host(np.flatnonzero(starts_page), convert.cpu_array(last_loc))
         num_new_pages = int(starts_page.sum())
         if not self._make_room(num_new_pages):
             return None
@@ -268,7 +268,7 @@ class RadixPagesPagedAllocator(FrameAware, PagedTokenToKVPoolAllocator):
             return
         if self.geometry.place_in_page(start_pos):
             raise ValueError(f"a segment begins at position {start_pos}, which does not begin a page")
-        slots = convert.host_array(free_index)
+        slots = convert.cpu_array(free_index)
         self.store.give_host(self.geometry.page_of(slots[:: self.page_size]))
 
     def free(self, free_index: torch.Tensor) -> None:
@@ -278,6 +278,9 @@ class RadixPagesPagedAllocator(FrameAware, PagedTokenToKVPoolAllocator):
             self.store.give_slots(free_index)
         else:
             self.free_group.append(self._copy_for_free_group(free_index))
+
+    def free_full_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        self.free_segment(free_index, start_pos=start_pos)  # one pool: there is no sliding-window side to leave out
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
         for pages in page_ids:

@@ -52,7 +52,7 @@ class RadixPagesCache(UnifiedRadixCache):
         seconds = time.perf_counter() - start_time
         self.eviction_counts.record(params.num_tokens, evicted.num_tokens, self.tree_core.geometry, seconds)
         self.update_eviction_metrics(evicted.num_tokens, start_time)
-        if self._metrics is not None and evicted.num_tokens:
+        if self._metrics is not None:
             self._clock.sample(self.tree_core.tree.tick)
             self._metrics.evicted(evicted.removals, params.num_tokens, self.eviction_counts, self._clock)
         if start_time - self._gauges_set >= 1:

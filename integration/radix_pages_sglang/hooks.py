@@ -79,17 +79,31 @@ def frame_aware(stock):
     return kind(stock, geometry, settings.placement)
 
 
+_NATIVE_SCALES = ("native_k_scale_buffer", "native_v_scale_buffer")
+
+
 def row_bytes(kvcache) -> list[int]:
     """Bytes that one slot takes in each buffer of a KV pool: keys and values of every layer, and their scales.
 
     The layers of a separate draft model are not among them: their pool is built later.
     """
     buffers = []
-    for name in ("k_buffer", "v_buffer", "kv_buffer", "k_scale_buffer", "v_scale_buffer", "kv_scale_buffer"):
+    for name in (
+        "k_buffer",
+        "v_buffer",
+        "kv_buffer",
+        "k_scale_buffer",
+        "v_scale_buffer",
+        "kv_scale_buffer",
+        *_NATIVE_SCALES,
+    ):
         found = getattr(kvcache, name, None)
         if isinstance(found, list | tuple):
             buffers += [buffer for buffer in found if hasattr(buffer, "element_size") and buffer.dim() > 0]
-    return [buffer[0].numel() * buffer.element_size() for buffer in buffers]
+    if not buffers:
+        return []
+    slots = kvcache.size + kvcache.page_size  # the padding page is a page of the buffers, too
+    return [buffer.numel() * buffer.element_size() // slots for buffer in buffers]
 
 
 def describe(geometry: Geometry, rows: list[int]) -> str:
