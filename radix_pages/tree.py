@@ -104,6 +104,7 @@ class RadixTree:
         self.tick = tick = self.tick + 1
         node, offset = self.root, 0
         while offset < end:
+            # `_child_key` written out, here and in `insert`: the hot loops make no call for each node.
             first = key[offset : offset + page_bytes]
             if not offset and namespace is not None:
                 child = node.children.get((namespace, first))

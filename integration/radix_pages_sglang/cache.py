@@ -117,8 +117,8 @@ class RadixPagesCache(UnifiedRadixCache):
         except LedgerError as error:
             return [str(error)]
         self._report_occupancy(ledger)
-        found = self.tree_core.disagreements()
         slots = convert.host_array(self.tree_core.all_values_flatten())
+        found = self.tree_core.disagreements(slots)
         tree_pages, broken = convert.whole_pages(slots, self.tree_core.geometry)
         if broken:
             found.append(f"slots {broken[:8]} do not stand in whole pages, in order, in the nodes that hold them")

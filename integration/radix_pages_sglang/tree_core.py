@@ -38,6 +38,7 @@ from radix_pages_sglang.events import TreeEvents
 from radix_pages_sglang.no_host_tier import DeviceOnlyTreeCore
 
 if TYPE_CHECKING:
+    import numpy as np
     from sglang.srt.mem_cache.base_prefix_cache import DecLockRefParams, InsertParams, MatchPrefixParams
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -92,10 +93,7 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         key = params.key
-        namespace = None
-        if key.extra_key is not None or key.cache_salt is not None:
-            namespace = (key.extra_key, key.cache_salt)
-        match = self.tree.match(convert.key_bytes(key, self.is_eagle), namespace)
+        match = self.tree.match(convert.key_bytes(key, self.is_eagle), convert.namespace_of(key))
         num_pages = match.num_pages
         if not num_pages:
             return self._empty_match
@@ -119,14 +117,11 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
         value = params.value
         if value is None:
             value = torch.tensor(key.raw_token_ids(), dtype=torch.int64, device=self.device)
-        namespace = None
-        if key.extra_key is not None or key.cache_salt is not None:
-            namespace = (key.extra_key, key.cache_salt)
         page_size = self.page_size
         done = self.tree.insert(
             tokens,
             value,
-            namespace=namespace,
+            namespace=convert.namespace_of(key),
             owned_pages=params.prev_prefix_len // page_size,
             counted_pages=params.inserted_len // page_size,
             priority=params.priority or 0,
@@ -378,10 +373,15 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
         as_tensor = [torch.tensor(column, dtype=torch.int64) for column in (slots, positions, previous)]
         return RadixCacheWalkResult(slot_indices=as_tensor[0], positions=as_tensor[1], prev_slot_indices=as_tensor[2])
 
-    def disagreements(self) -> list[str]:
-        """The full recount: structure, counts, queue, and that no slot is in two nodes."""
+    def disagreements(self, slots: np.ndarray | None = None) -> list[str]:
+        """The full recount: structure, counts, queue, and that no slot is in two nodes.
+
+        `slots` is `all_values_flatten` on the host, for callers who have copied it already.
+        """
+        if slots is None:
+            slots = convert.host_array(self.all_values_flatten())
         found = disagreements(self.tree, self.leaves)
-        for slot in convert.repeated(convert.host_array(self.all_values_flatten()))[:8]:
+        for slot in convert.repeated(slots)[:8]:
             ids = [node.id for node in self.tree.nodes() if slot in convert.host_array(node.payload)]
             found.append(f"slot {slot} is in nodes {ids}")
         return found
