@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from radix_pages.units import Geometry
 
 Pages = NDArray[np.int64]
+Frames = NDArray[np.int64]
 FrameCounts = NDArray[np.int32]
 _FEW = 8
 """Up to so many pages a Python loop beats numpy."""
@@ -31,6 +32,7 @@ class Occupancy:
     """Pages: held + stranded + empty = all pages. Frames: held + empty = all frames; frame 0 counts as held always.
 
     A stranded page is a free one in a held frame. `packed_floor` is the least frames with room for the held pages.
+    `returned_frames` counts those empty frames whose physical memory was given back.
     """
 
     held_pages: int
@@ -39,6 +41,7 @@ class Occupancy:
     held_frames: int
     empty_frames: int
     packed_floor: int
+    returned_frames: int = 0
 
 
 class PartlyFreed:
@@ -91,6 +94,8 @@ class Ledger:
 
     `held_bytes` (and `is_held`, the same memory for numpy) has one flag a page. `occupancy[frame]` is the number of
     held pages among the `sizes[frame]` pages of a frame. The padding page counts there, so frame 0 is never empty.
+    `is_returned` marks empty frames whose physical memory was given back; nobody can hold their pages until it is
+    committed again.
     """
 
     def __init__(self, geometry: Geometry, num_pages: int) -> None:
@@ -103,6 +108,9 @@ class Ledger:
         self.sizes[-1] = num_pages + 1 - geometry.first_page(self.num_frames - 1)
         self.frames_emptied = 0
         self.frames_refilled = 0
+        self.is_returned: NDArray[np.bool_] = np.zeros(self.num_frames, dtype=np.bool_)
+        self.num_returned_frames = 0
+        self.num_returned_pages = 0
         self._start()
 
     def _start(self) -> None:
@@ -115,7 +123,7 @@ class Ledger:
         self._partly_freed = PartlyFreed(self.geometry)
 
     def clear(self) -> None:
-        """Nobody holds anything; the totals of emptied and refilled frames go on."""
+        """Nobody holds anything. Returned frames stay returned; totals of emptied and refilled frames go on."""
         self.frames_emptied += self.num_held_frames - 1
         self._start()
 
@@ -133,6 +141,8 @@ class Ledger:
             refilled = self._hold_few(pages.tolist())
         else:
             frames = self.geometry.frame_of(self._checked(pages, held=False))
+            if self.num_returned_frames and self.is_returned[frames].any():
+                raise self._no_memory(frames.tolist())
             self.is_held[pages] = True
             refilled = len(_each_once(frames[self.occupancy[frames] == 0]))
             np.add.at(self.occupancy, frames, _ONE)
@@ -144,8 +154,10 @@ class Ledger:
         """`hold` for one page given as an int; what decode steps call."""
         if not 0 < page <= self.num_pages or self.held_bytes[page]:
             raise self._complaint([page], held=False)
-        self.held_bytes[page] = True
         frame = self.geometry.frame_of(page)
+        if self.num_returned_frames and self.is_returned[frame]:
+            raise self._no_memory([frame])
+        self.held_bytes[page] = True
         self.frames_refilled += not self.occupancy[frame]
         self.occupancy[frame] += _ONE
         self.num_held += 1
@@ -176,6 +188,27 @@ class Ledger:
         self._check_few(pages, held=True)
         return self._partly_freed.free(slots)
 
+    def mark_returned(self, frames: Frames) -> None:
+        """The physical memory of `frames` is given back.
+
+        Raises LedgerError when one is held (frame 0 always is), returned already or named twice; then none is marked.
+        """
+        self._check_frames(frames)
+        if wrong := frames[(self.occupancy[frames] > 0) | self.is_returned[frames]].tolist():
+            raise LedgerError(f"frames {_some(wrong)} are held or were returned already: they cannot be returned")
+        self.is_returned[frames] = True
+        self.num_returned_frames += len(frames)
+        self.num_returned_pages += int(self.sizes[frames].sum())
+
+    def mark_committed(self, frames: Frames) -> None:
+        """`frames` have physical memory again. Raises LedgerError when one was not returned or is named twice."""
+        self._check_frames(frames)
+        if wrong := frames[~self.is_returned[frames]].tolist():
+            raise LedgerError(f"frames {_some(wrong)} were not returned: they have memory already")
+        self.is_returned[frames] = False
+        self.num_returned_frames -= len(frames)
+        self.num_returned_pages -= int(self.sizes[frames].sum())
+
     def live_slots(self, page: int) -> int:
         """Slots of a held page that no `free_slots` has counted yet; 0 for a free page."""
         return self._partly_freed.live_slots(page) if self.held_bytes[page] else 0
@@ -190,10 +223,15 @@ class Ledger:
             held_frames=self.num_held_frames,
             empty_frames=self.num_frames - self.num_held_frames,
             packed_floor=self.geometry.frames_to_hold(self.num_held),
+            returned_frames=self.num_returned_frames,
         )
 
     def _hold_few(self, pages: list[int]) -> int:
         self._check_few(pages, held=False)
+        if self.num_returned_frames:
+            frames = [self.geometry.frame_of(page) for page in pages]
+            if any(self.is_returned[frame] for frame in frames):
+                raise self._no_memory(frames)
         refilled = 0
         for page in pages:
             self.held_bytes[page] = True
@@ -242,6 +280,17 @@ class Ledger:
             return LedgerError(f"{self._named(wrong)} are {what}")
         twice = [page for page, count in Counter(pages).items() if count > 1]
         return LedgerError(f"{self._named(twice)} are named twice in one call")
+
+    def _no_memory(self, frames: list[int]) -> LedgerError:
+        """Somebody wants to hold pages of `frames`, some of which were returned."""
+        returned = [frame for frame in dict.fromkeys(frames) if self.is_returned[frame]]
+        return LedgerError(f"frames {_some(returned)} were returned: commit them before anybody holds their pages")
+
+    def _check_frames(self, frames: Frames) -> None:
+        if strange := frames[(frames < 0) | (frames >= self.num_frames)].tolist():
+            raise LedgerError(f"frames {_some(strange)} are not among frames 0 to {self.num_frames - 1}")
+        if len(np.unique(frames)) != len(frames):
+            raise LedgerError(f"some of frames {_some(frames.tolist())} are named twice in one call")
 
     def _named(self, pages: list[int]) -> str:
         geometry = self.geometry

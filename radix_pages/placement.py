@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from radix_pages.ledger import FrameCounts, Ledger, Pages
+from radix_pages.ledger import FrameCounts, Frames, Ledger, Pages
 
 
 class Placement(Protocol):
@@ -31,10 +31,16 @@ class Placement(Protocol):
 
     @property
     def num_free(self) -> int:
-        """Free pages."""
+        """Free pages with physical memory."""
 
     def free_pages(self) -> Pages:
-        """Every free page, those that `take` would hand out first in front."""
+        """Every free page, those that `take` would hand out first in front, those of returned frames at the end."""
+
+    def withdraw(self, frames: Frames) -> None:
+        """The memory of `frames`, all empty, is given back. Raises LedgerError as `Ledger.mark_returned`."""
+
+    def restore(self, frames: Frames) -> None:
+        """`frames` have memory again. Raises LedgerError as `Ledger.mark_committed`."""
 
     def clear(self) -> None:
         """Every page is free."""
@@ -42,22 +48,32 @@ class Placement(Protocol):
 
 class StockPlacement:
     """SGLang's order, whatever frame a page is in: a paged pool hands out first what was freed last, a pool of
-    single slots (page_size 1) what was freed first."""
+    single slots (page_size 1) what was freed first. Over a ledger in use it begins with the free pages by number."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.clear()
+        self._queue: deque[int] = deque(_free(ledger, returned=False).tolist())
 
     def clear(self) -> None:
         self.ledger.clear()
-        self._queue = deque(range(1, self.ledger.num_pages + 1))
+        self._queue = deque(_free(self.ledger, returned=False).tolist())
 
     @property
     def num_free(self) -> int:
         return len(self._queue)
 
     def free_pages(self) -> Pages:
-        return np.array(self._queue, dtype=np.int64)
+        return np.concatenate((np.array(self._queue, dtype=np.int64), _free(self.ledger, returned=True)))
+
+    def withdraw(self, frames: Frames) -> None:
+        self.ledger.mark_returned(frames)
+        pages = np.array(self._queue, dtype=np.int64)
+        self._queue = deque(pages[~self.ledger.is_returned[self.ledger.geometry.frame_of(pages)]].tolist())
+
+    def restore(self, frames: Frames) -> None:
+        self.ledger.mark_committed(frames)
+        for frame in frames.tolist():
+            self._queue.extend(_pages_of(self.ledger, frame))
 
     def take(self, num_pages: int, near: int | None = None) -> Pages:
         _require(num_pages, self.num_free)
@@ -94,24 +110,33 @@ class PackPlacement:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.clear()
+        self._begin()
 
-    def clear(self) -> None:
-        self.ledger.clear()
+    def _begin(self) -> None:
         self._most_frames = self.ledger.num_held_frames
         self._low = 1
         self._changed: list[Pages] = []
 
+    def clear(self) -> None:
+        self.ledger.clear()
+        self._begin()
+
     @property
     def num_free(self) -> int:
-        return self.ledger.num_pages - self.ledger.num_held
+        return self.ledger.num_pages - self.ledger.num_held - self.ledger.num_returned_pages
 
     def free_pages(self) -> Pages:
         """By number, those of held frames in front: the order in which single pages go that have nothing near."""
         ledger = self.ledger
-        free = np.flatnonzero(~ledger.is_held[1:]) + 1
+        free = _free(ledger, returned=False)
         is_in_held_frame = ledger.occupancy[ledger.geometry.frame_of(free)] > 0
-        return np.concatenate((free[is_in_held_frame], free[~is_in_held_frame]))
+        return np.concatenate((free[is_in_held_frame], free[~is_in_held_frame], _free(ledger, returned=True)))
+
+    def withdraw(self, frames: Frames) -> None:
+        self.ledger.mark_returned(frames)
+
+    def restore(self, frames: Frames) -> None:
+        self.ledger.mark_committed(frames)
 
     def take(self, num_pages: int, near: int | None = None) -> Pages:
         _require(num_pages, self.num_free)
@@ -162,7 +187,8 @@ class PackPlacement:
         has_room = (ledger.occupancy > 0) & (ledger.occupancy < ledger.sizes)
         frame = int(has_room.argmax())
         if not has_room[frame]:
-            return find(False, 1)
+            is_empty = (ledger.occupancy == 0) & ~ledger.is_returned
+            return find(False, ledger.geometry.first_page(int(is_empty.argmax())))
         self._low = page = find(False, ledger.geometry.first_page(frame))
         return page
 
@@ -198,6 +224,8 @@ class PackPlacement:
         ledger = self.ledger
         per_frame = ledger.geometry.pages_per_frame
         room = ledger.sizes - ledger.occupancy
+        if ledger.num_returned_frames:
+            room[ledger.is_returned] = 0
         if full is not None:
             room[full] = 0
         shares: list[tuple[int, int]] = []
@@ -240,6 +268,20 @@ def _roomiest(room: FrameCounts, is_held: NDArray[np.bool_], num_pages: int) -> 
         shares.append((frame, min(num_pages, int(room[frame]))))
         num_pages -= shares[-1][1]
     return shares
+
+
+def _free(ledger: Ledger, *, returned: bool) -> Pages:
+    """Free pages by number: those of returned frames, or all others."""
+    free: Pages = np.flatnonzero(~ledger.is_held[1:]) + 1
+    if not ledger.num_returned_frames:
+        return free[:0] if returned else free
+    chosen: Pages = free[ledger.is_returned[ledger.geometry.frame_of(free)] == returned]
+    return chosen
+
+
+def _pages_of(ledger: Ledger, frame: int) -> range:
+    first = ledger.geometry.first_page(frame)
+    return range(first, first + int(ledger.sizes[frame]))
 
 
 def give_slots(placement: Placement, slots: NDArray[np.int64]) -> list[int]:

@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def _register_rest() -> None:
-    from radix_pages_sglang import counts, hooks, support
+    from radix_pages_sglang import counts, hooks, scheduler_hooks, support
 
     support.check_version()
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -46,6 +46,7 @@ def _register_rest() -> None:
     register_resolution_hook("handle_cache_compatibility")(support.check_arguments)
     counts.register_hooks()
     hooks.register()
+    scheduler_hooks.register()
 
 
 def _cache_factory(ctx):

@@ -8,6 +8,8 @@ What differs from SGLang's own allocators:
   one new page a request; `evict_to_free_tokens` here only notes the cache, and the allocation that follows evicts
   what it lacks. `check_decode_capacity` is told the exact number and evicts at once, and so does the look-ahead
   after a retraction, which allocates nothing itself (`evict_now`).
+- Where memory can be given back, room is first made by committing returned frames and only then by evicting, and
+  prefills are admitted on memory that is there (`budget.py`).
 - `free()` may carry single slots: a page comes back with its last one. `free_segment(s)` and `free_page_ids` carry
   whole pages, the last one even when the segment ends inside it, as `release_kv_cache` relies on.
 
@@ -26,14 +28,19 @@ from sglang.kernels.ops.memory.allocator import alloc_decode_kernel, alloc_exten
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.paged import alloc_decode_naive, alloc_extend_naive
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 from sglang.srt.utils import next_power_of_2
 
+from radix_pages.residency import Residency
 from radix_pages_sglang import convert
+from radix_pages_sglang.budget import CommittedPrefillBudget
+from radix_pages_sglang.config import SettingError, Settings
 from radix_pages_sglang.page_store import HostPages, PageStore, make_page_store
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 
+    from radix_pages.backing import Backing
     from radix_pages.ledger import Ledger
     from radix_pages.units import Geometry
     from radix_pages_sglang.cache import RadixPagesCache
@@ -48,6 +55,9 @@ class FrameAware:
 
     geometry: Geometry
     store: PageStore
+    settings: Settings
+    residency: Residency | None = None
+    """Which frames have memory; None without a backing: then all have."""
     cache: RadixPagesCache | None = None
     _evict_from: BasePrefixCache | None = None
     _recounted: tuple[int, int] | None = None
@@ -74,7 +84,74 @@ class FrameAware:
         return self.store.ledger()
 
     def available_size(self) -> int:
+        """Free slots, those of returned frames included: SGLang's sums are about ownership."""
+        return self.geometry.slots(self.store.num_free + self.store.num_returned)
+
+    def committed_size(self) -> int:
+        """Free slots that have memory."""
         return self.geometry.slots(self.store.num_free)
+
+    def withheld_size(self) -> int:
+        """Free slots that the ceiling keeps from being used."""
+        return 0 if self.residency is None else self.geometry.slots(self.residency.withheld_pages)
+
+    def back_with(self, backing: Backing, *, starts_returned: bool) -> None:
+        """Let `backing` hold the memory of the pool, which nobody has used. Raises CommitError, SettingError."""
+        if not isinstance(self.store, HostPages):
+            raise TypeError("memory can be given back where the host knows the free pages: on a CPU")
+        settings = self.settings
+        ceiling = settings.max_resident_bytes
+        max_frames = None if ceiling is None else ceiling // backing.frame_bytes
+        least = least_frames(settings.reserve_frames)
+        if max_frames is not None and max_frames < least:
+            raise SettingError(
+                f"RADIX_PAGES_MAX_RESIDENT_BYTES={ceiling} holds {max_frames} frames of {backing.frame_bytes} bytes; "
+                f"{least} are the least that can serve"
+            )
+        num_frames = self.ledger().num_frames
+        if settings.reserve_frames > num_frames - 1:
+            raise SettingError(
+                f"RADIX_PAGES_RESERVE_FRAMES={settings.reserve_frames}: the pool has {num_frames - 1} frames"
+            )
+        self.residency = Residency(
+            self.store.placement, backing, reserve_frames=settings.reserve_frames, max_frames=max_frames
+        )
+        if starts_returned:
+            self.residency.start_returned()
+
+    def use_placement(self, rule: str) -> None:
+        """Place new pages by another rule from now on."""
+        self.store.use(rule)
+        if self.residency is not None and isinstance(self.store, HostPages):
+            self.residency.placement = self.store.placement
+
+    def create_prefill_budget(self, tree_cache, *, num_mixed_decode_tokens=0):
+        kind = PrefillBudget if self.residency is None else CommittedPrefillBudget
+        return kind(self, tree_cache, num_mixed_decode_tokens=num_mixed_decode_tokens)
+
+    def max_new_tokens_for_memory(self, input_tokens: int, max_new_tokens: int, *, token_capacity: int, **rest):
+        """As SGLang's, for a pool as small as the ceiling makes it; None when the prompt itself cannot fit."""
+        if self.residency is not None and self.residency.max_frames is not None:
+            token_capacity = min(token_capacity, self.geometry.slots(self.residency.most_pages))
+            if not self.fits_alone(input_tokens):
+                return None
+        return super().max_new_tokens_for_memory(input_tokens, max_new_tokens, token_capacity=token_capacity, **rest)
+
+    def fits_alone(self, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` could ever be admitted, were it the only one."""
+        if self.residency is None:
+            return True
+        return num_tokens + self.page_size < self.geometry.slots(self.residency.most_pages)
+
+    def commit_ahead(self, num_tokens: int, evictable_tokens: int) -> bool:
+        """Commit frames until `num_tokens` are free or evictable, all with memory; False where bounds or failures
+        left fewer. Evicts nothing."""
+        lacking = self.geometry.pages_to_hold(num_tokens) - self.store.num_free
+        if lacking <= 0 or self.residency is None:
+            return True
+        if self.residency.grow(lacking):
+            return True
+        return self.geometry.slots(self.store.num_free) + evictable_tokens >= num_tokens
 
     def get_all_free_pages(self) -> torch.Tensor:
         return self.store.free_pages()
@@ -95,14 +172,23 @@ class FrameAware:
         return self.evict_now(tree_cache, num_tokens)
 
     def _make_room(self, num_pages: int) -> bool:
-        """Evict what `num_pages` lack, from the cache that SGLang named for this allocation; False if that fails."""
+        """Commit, then evict what `num_pages` lack, from the cache that SGLang named for this allocation; False if
+        that is not enough."""
         cache, self._evict_from = self._evict_from, None
         lacking = num_pages - self.store.num_free
+        if lacking > 0 and self.residency is not None:
+            self.residency.grow(lacking)
+            lacking = num_pages - self.store.num_free
         if lacking <= 0:
             return True
         if cache is not None and cache.supports_prefix_sharing():
             cache.evict_for_alloc(EvictParams(num_tokens=self.geometry.slots(lacking)))
         return self.store.num_free >= num_pages
+
+    def _resize(self, num_pages: int) -> None:
+        if self.residency is not None:
+            raise RuntimeError("a pool whose memory can be given back cannot change its size")
+        self.store = self.store.resized(num_pages)
 
     def verify_byte_accounting(self) -> list[str]:
         """SGLang's recount at idle: everything on which ledger, tree and sessions disagree.
@@ -124,17 +210,24 @@ class FrameAware:
         return found
 
 
+def least_frames(reserve_frames: int) -> int:
+    """The fewest committed frames that a ceiling may allow: the padding page's, the reserve and one to work in."""
+    return 2 + reserve_frames
+
+
 class RadixPagesTokenAllocator(FrameAware, TokenToKVPoolAllocator):
     """For page_size 1: a page is a slot, a frame `geometry.pages_per_frame` slots."""
 
-    def __init__(self, stock: TokenToKVPoolAllocator, geometry: Geometry, placement: str) -> None:
+    def __init__(self, stock: TokenToKVPoolAllocator, geometry: Geometry, settings: Settings) -> None:
         self.geometry = geometry
+        self.settings = settings
+        placement = settings.placement_in(settings.mode)
         self.store = make_page_store(geometry, stock.size, placement, torch.device(stock.device))
         super().__init__(stock.size, stock.dtype, stock.device, stock.get_kvcache(), stock.need_sort)
 
     def clear(self) -> None:
         if self.store.num_pages != self.size:
-            self.store = self.store.resized(self.size)
+            self._resize(self.size)
         self.store.clear()
         self.free_group = None
 
@@ -155,8 +248,10 @@ class RadixPagesTokenAllocator(FrameAware, TokenToKVPoolAllocator):
 class RadixPagesPagedAllocator(FrameAware, PagedTokenToKVPoolAllocator):
     """For larger pages."""
 
-    def __init__(self, stock: PagedTokenToKVPoolAllocator, geometry: Geometry, placement: str) -> None:
+    def __init__(self, stock: PagedTokenToKVPoolAllocator, geometry: Geometry, settings: Settings) -> None:
         self.geometry = geometry
+        self.settings = settings
+        placement = settings.placement_in(settings.mode)
         self.store = make_page_store(geometry, stock.num_pages, placement, torch.device(stock.device))
         super().__init__(stock.size, stock.page_size, stock.dtype, stock.device, stock.get_kvcache(), stock.need_sort)
         self._on_host = torch.device(stock.device).type == "cpu"
@@ -164,7 +259,7 @@ class RadixPagesPagedAllocator(FrameAware, PagedTokenToKVPoolAllocator):
 
     def clear(self) -> None:
         if self.store.num_pages != self.num_pages:
-            self.store = self.store.resized(self.num_pages)
+            self._resize(self.num_pages)
         self.store.clear()
         self.free_group = None
         self.free_page_ids_group = []

@@ -15,8 +15,10 @@ from sglang.srt.utils.rank_consensus_checker import rank_consensus
 from radix_pages.ledger import Ledger, LedgerError
 from radix_pages_sglang import convert
 from radix_pages_sglang.allocator import FrameAware
+from radix_pages_sglang.control import MemoryControl
 from radix_pages_sglang.counts import EvictionCounts
-from radix_pages_sglang.metrics import CacheMetrics, MinuteLog, TickClock, frames_by_occupancy
+from radix_pages_sglang.metrics import CacheMetrics, MinuteLog, TickClock, frame_map, frames_by_occupancy
+from radix_pages_sglang.tree_core import Evicted
 
 
 class RadixPagesCache(UnifiedRadixCache):
@@ -37,18 +39,18 @@ class RadixPagesCache(UnifiedRadixCache):
         self._metrics = None if self.metrics_collector is None else CacheMetrics(self.metrics_collector.labels)
         allocator = params.token_to_kv_pool_allocator
         self._frames = allocator if isinstance(allocator, FrameAware) else None
+        self.control: MemoryControl | None = None
         if self._frames is not None:
             self._frames.cache = self
+            self.control = MemoryControl(self, self._frames)
+            self.control.report()
 
     @rank_consensus(same_params=True, same_results=True)
     def evict(self, params: EvictParams) -> EvictResult:
         if self.disable:
             return EvictResult()
         start_time = time.perf_counter()
-        evicted = self.tree_core.evict_tokens(params.num_tokens)
-        if evicted.num_tokens:
-            # Whole pages in key order: one page-exact segment.
-            self.token_to_kv_pool_allocator.free_segment(evicted.slots, start_pos=0)
+        evicted = self._evict_pages(params.num_tokens)
         seconds = time.perf_counter() - start_time
         self.eviction_counts.record(params.num_tokens, evicted.num_tokens, self.tree_core.geometry, seconds)
         self.update_eviction_metrics(evicted.num_tokens, start_time)
@@ -58,6 +60,24 @@ class RadixPagesCache(UnifiedRadixCache):
         if start_time - self._gauges_set >= 1:
             self._report_while_busy()
         return EvictResult(num_tokens_evicted=evicted.num_tokens)
+
+    def evict_surplus(self, num_tokens: int) -> int:
+        """Evict what a bound says is too much; tokens evicted. No allocation asked, so it counts as none's need."""
+        if self.disable:
+            return 0
+        start_time = time.perf_counter()
+        evicted = self._evict_pages(num_tokens)
+        self.update_eviction_metrics(evicted.num_tokens, start_time)
+        if self._metrics is not None:
+            self._metrics.evicted(evicted.removals, 0, self.eviction_counts, self._clock)
+        return evicted.num_tokens
+
+    def _evict_pages(self, num_tokens: int) -> Evicted:
+        evicted = self.tree_core.evict_tokens(num_tokens)
+        if evicted.num_tokens:
+            # Whole pages in key order: one page-exact segment.
+            self.token_to_kv_pool_allocator.free_segment(evicted.slots, start_pos=0)
+        return evicted
 
     def _report_while_busy(self) -> None:
         """Gauges and log line, at most once a second. Never waits for a device: there frames are counted at idle."""
@@ -88,7 +108,9 @@ class RadixPagesCache(UnifiedRadixCache):
         state |= asdict(ledger.occupancy_report()) | {"frames_by_occupancy": frames_by_occupancy(ledger)}
         if self._frames.ledger_is_at_hand:  # elsewhere the ledger is made anew each time and has no past
             state |= {"frames_emptied": ledger.frames_emptied, "frames_refilled": ledger.frames_refilled}
-        return state
+        if self.control is not None:
+            state |= self.control.state()
+        return state | {"frame_map": frame_map(ledger), "cached_tokens": self.evictable_size()}
 
     @rank_consensus(same_params=["params", "allocation_reclaim_satisfied is not None"], same_results=True)
     def evict_for_alloc(
@@ -137,4 +159,7 @@ class RadixPagesCache(UnifiedRadixCache):
         lost = np.flatnonzero(ledger.is_held & ~owned)
         if len(lost):
             found.append(f"{len(lost)} pages are held by nobody: {convert.host_ints(lost[:16])}")
+        if self.control is not None and self.control.residency is not None:
+            found += self.control.residency.disagreements()
+            self.control.report()
         return found

@@ -105,3 +105,12 @@ def distinct_pages(slots: torch.Tensor, geometry: Geometry) -> np.ndarray:
 def same_slots(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two runs name the same slots; waits for a device."""
     return torch.equal(one, other)
+
+
+def all_agree(succeeded: bool, group: torch.distributed.ProcessGroup | None) -> bool:
+    """Whether every rank of `group` succeeded; each of them has to ask. Waits for the others."""
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return succeeded
+    flag = torch.tensor([succeeded], dtype=torch.int32)
+    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group)
+    return bool(flag.item())

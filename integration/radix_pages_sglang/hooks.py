@@ -1,4 +1,4 @@
-"""Puts our allocators in place. The hooks pass everything through unless the server selected this backend."""
+"""Puts our allocators, KV buffers and steps in place. Nothing changes unless the server selected this backend."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 
 _BUILD_ALLOCATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_token_to_kv_pool_allocator"
 
+_CREATE_BUFFERS = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal"
+
 _RETRACT_LOOK_AHEAD = "sglang.srt.managers.schedule_batch.evict_from_tree_cache"
 """The name under which the batch calls it after a retraction; allocations use another module's name."""
 
@@ -24,6 +26,7 @@ def register() -> None:
 
     HookRegistry.register(_BUILD_ALLOCATOR, _build_allocator, HookType.AROUND)
     HookRegistry.register(_RETRACT_LOOK_AHEAD, _retract_look_ahead, HookType.AROUND)
+    HookRegistry.register(_CREATE_BUFFERS, _create_buffers, HookType.AROUND)
 
 
 def is_selected() -> bool:
@@ -42,6 +45,22 @@ def _build_allocator(build, configurator, *args, **kwargs):
     return frame_aware(built)
 
 
+def _create_buffers(create, pool):
+    """Key and value buffers over memory that can be given back, for the one kind of pool that has it."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    from radix_pages_sglang.config import Settings
+
+    if not is_selected() or type(pool) is not MHATokenToKVPool or pool.kv_cache_layout != "nhd":
+        return create(pool)
+    if Settings.from_environment().backing_on(str(pool.device)) != "mmap":
+        return create(pool)
+    from radix_pages_sglang.pool import create_buffers
+
+    pool.radix_pages_mapping = create_buffers(pool)
+    return None
+
+
 def _retract_look_ahead(evict, tree_cache, num_tokens: int):
     """After a retraction SGLang frees memory for the next steps at once; ours would wait for the next allocation."""
     from radix_pages_sglang.allocator import FrameAware
@@ -56,6 +75,7 @@ def frame_aware(stock):
     """Our allocator in place of SGLang's `stock`, which nobody has used yet; other kinds are left alone."""
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
+    from radix_pages_sglang import support
     from radix_pages_sglang.allocator import RadixPagesPagedAllocator, RadixPagesTokenAllocator
     from radix_pages_sglang.config import Settings, frame_geometry
 
@@ -67,16 +87,36 @@ def frame_aware(stock):
     if kind is None:
         return stock
     settings = Settings.from_environment()
-    rows = row_bytes(stock.get_kvcache())
-    geometry = frame_geometry(settings, stock.page_size, rows, on_cuda=str(stock.device).startswith("cuda"))
-    logger.info("radix_pages: %s, placement %s", describe(geometry, rows), settings.placement)
+    kvcache = stock.get_kvcache()
+    rows = row_bytes(kvcache)
+    device = str(stock.device)
+    backing_kind = settings.backing_on(device)
+    mapping = getattr(kvcache, "radix_pages_mapping", None)
+    if backing_kind == "mmap" and mapping is None:
+        raise support.backing_refusal(kvcache)
+    geometry = frame_geometry(
+        settings, stock.page_size, rows, on_cuda=device.startswith("cuda"), is_backed=mapping is not None
+    )
+    logger.info(
+        "radix_pages: %s, mode %s, placement %s, backing %s%s",
+        describe(geometry, rows),
+        settings.mode,
+        settings.placement_in(settings.mode),
+        backing_kind,
+        " (auto: memory cannot be given back on CUDA yet)" if settings.backing == "auto" and device != "cpu" else "",
+    )
     if geometry.slots(geometry.pages_per_frame) > stock.size:
         logger.warning(
             "radix_pages: a frame is larger than the pool of %d tokens and can never be empty; set "
             "RADIX_PAGES_FRAME_TOKENS",
             stock.size,
         )
-    return kind(stock, geometry, settings.placement)
+    ours = kind(stock, geometry, settings)
+    if mapping is not None:
+        from radix_pages_sglang.pool import MmapBacking
+
+        ours.back_with(MmapBacking(mapping, geometry), starts_returned=settings.mode == "return")
+    return ours
 
 
 _NATIVE_SCALES = ("native_k_scale_buffer", "native_v_scale_buffer")

@@ -11,8 +11,10 @@ import time
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from radix_pages.ledger import Ledger, Occupancy
     from radix_pages.results import Removal
@@ -24,6 +26,7 @@ OCCUPANCY_BANDS = ("empty", "to 25%", "to 50%", "to 75%", "below 100%", "full")
 """How full a frame is: the values of the label `occupancy`."""
 
 _AGE_BUCKETS = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 10800, 43200, 86400)
+_TRIM_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 _REUSE_BUCKETS = (0, 1, 2, 3, 5, 8, 13, 21, 50, 100, 1000)
 
 
@@ -54,27 +57,41 @@ class TickClock:
         return self._times[-1] - (begin + (end - begin) * (tick - first) / (last - first))
 
 
+class _Make:
+    """Metrics named `radix_pages:...` with one rank's labels."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        self._labels = labels
+
+    def counter(self, name: str, text: str):
+        from prometheus_client import Counter as PrometheusCounter
+
+        return PrometheusCounter(f"radix_pages:{name}", text, labelnames=list(self._labels)).labels(**self._labels)
+
+    def gauge(self, name: str, text: str):
+        from prometheus_client import Gauge
+
+        found = Gauge(f"radix_pages:{name}", text, labelnames=list(self._labels), multiprocess_mode="mostrecent")
+        return found.labels(**self._labels)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float]):
+        from prometheus_client import Histogram
+
+        found = Histogram(f"radix_pages:{name}", text, labelnames=list(self._labels), buckets=buckets)
+        return found.labels(**self._labels)
+
+
 class CacheMetrics:
     """Counters and histograms of what evictions did, gauges of what frames hold."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before it builds caches; prometheus_client reads it when imported.
-        from prometheus_client import Counter as PrometheusCounter
-        from prometheus_client import Gauge, Histogram
+        from prometheus_client import Gauge
 
         names = list(labels)
         self._values = labels
-
-        def counter(name: str, text: str):
-            return PrometheusCounter(f"radix_pages:{name}", text, labelnames=names).labels(**labels)
-
-        def gauge(name: str, text: str):
-            return Gauge(f"radix_pages:{name}", text, labelnames=names, multiprocess_mode="mostrecent").labels(
-                **labels
-            )
-
-        def histogram(name: str, text: str, buckets: Sequence[float]):
-            return Histogram(f"radix_pages:{name}", text, labelnames=names, buckets=buckets).labels(**labels)
+        make = _Make(labels)
+        counter, gauge, histogram = make.counter, make.gauge, make.histogram
 
         self.reclaimed_pages = counter("reclaimed_pages", "Pages that evictions left wholly empty.")
         self.emptied_frames = counter(
@@ -135,6 +152,47 @@ class CacheMetrics:
         self._emptied_before = ledger.frames_emptied
 
 
+class MemoryMetrics:
+    """What the pool's memory is doing: gauges of now, counters of what was given back, had again and refused."""
+
+    def __init__(self, labels: dict[str, str]) -> None:
+        make = _Make(labels)
+        self._gauges = {
+            name: make.gauge(name, text)
+            for name, text in (
+                ("mode", "What the server does: 0 observe, 1 place, 2 return."),
+                ("degraded", "1 when accounts did not agree and the server fell back to observe."),
+                ("committed_bytes", "Bytes of frames that have memory; 0 where nothing is followed."),
+                ("resident_bytes", "Bytes of the KV buffers that the operating system counts; 0 where not followed."),
+                ("returned_frames_now", "Frames whose memory is given back now."),
+                ("returned_bytes_now", "Bytes that are given back now."),
+                ("reserve_frames", "Empty frames that stay committed against regrowth."),
+                ("ceiling_bytes", "The most bytes that may be committed; 0 without a ceiling."),
+                ("over_ceiling_frames", "Committed frames beyond the ceiling, held by something."),
+            )
+        }
+        self._counters = {
+            name: make.counter(name, text)
+            for name, text in (
+                ("returned_frames", "Frames whose memory was given back."),
+                ("returned_bytes", "Bytes that were given back."),
+                ("commit_failures", "Commits that failed: requests waited or the cache was evicted instead."),
+                ("ceiling_refusals", "Times that the ceiling kept frames from being committed."),
+                ("regrown_frames", "Frames committed again within a minute of their return."),
+            )
+        }
+        self._before = dict.fromkeys(self._counters, 0)
+        self.trim_seconds = make.histogram("trim_seconds", "How long trims took.", _TRIM_BUCKETS)
+
+    def report(self, gauges: Mapping[str, float], totals: Mapping[str, int]) -> None:
+        """What holds now, and totals since start."""
+        for name, value in gauges.items():
+            self._gauges[name].set(value)
+        for name, total in totals.items():
+            self._counters[name].inc(total - self._before[name])
+            self._before[name] = total
+
+
 def frames_by_occupancy(ledger: Ledger) -> dict[str, int]:
     """Frames in each of OCCUPANCY_BANDS, without frame 0."""
     per_frame = ledger.geometry.pages_per_frame
@@ -148,6 +206,28 @@ def frames_by_occupancy(ledger: Ledger) -> dict[str, int]:
             band = OCCUPANCY_BANDS[1 + held * 4 // per_frame]
         bands[band] += frames
     return bands
+
+
+MAP_CELLS = 1024
+"""Most characters of a frame map."""
+
+
+def frame_map(ledger: Ledger) -> dict[str, object]:
+    """The frames in order, one character for each or for several neighbours: `-` returned, `.` empty, `1` to `4`
+    held up to 25, 50, 75, below 100 %, `#` full. A cell of several is returned or empty only if all are."""
+    per_cell = -(-ledger.num_frames // MAP_CELLS)
+    starts = np.arange(0, ledger.num_frames, per_cell)
+    held = np.add.reduceat(ledger.occupancy, starts)
+    sizes = np.add.reduceat(ledger.sizes, starts)
+    returned = np.add.reduceat(ledger.is_returned.astype(np.int64), starts)
+    several = np.diff(np.append(starts, ledger.num_frames))
+    quarters = np.minimum(1 + held * 4 // sizes, 4)
+    kinds = np.where(held >= sizes, 5, np.where(held == 0, 0, quarters))
+    kinds = np.where(returned == several, 6, kinds)
+    return {"frames_per_cell": per_cell, "cells": "".join(_MAP[kind] for kind in kinds)}
+
+
+_MAP = ".1234#-"
 
 
 class MinuteLog:

@@ -25,7 +25,15 @@ class PageStore(Protocol):
     num_pages: int
 
     @property
-    def num_free(self) -> int: ...
+    def num_free(self) -> int:
+        """Free pages that have memory."""
+
+    @property
+    def num_returned(self) -> int:
+        """Free pages in frames whose memory was given back."""
+
+    def use(self, placement: str) -> None:
+        """Place new pages by another rule from now on."""
 
     def take(self, num_pages: Sequence[int], near: Sequence[int | None] | None = None) -> torch.Tensor:
         """Pages for several requests, in their order; `near` names a page of each one, where the host knows it."""
@@ -57,17 +65,25 @@ class HostPages:
         self.num_pages = num_pages
         self._rule = placement
         self._ledger = Ledger(geometry, num_pages)
-        self._placement = PLACEMENTS[placement](self._ledger)
+        self.placement = PLACEMENTS[placement](self._ledger)
+
+    def use(self, placement: str) -> None:
+        self._rule = placement
+        self.placement = PLACEMENTS[placement](self._ledger)
 
     def resized(self, num_pages: int) -> HostPages:
         return HostPages(self._ledger.geometry, num_pages, self._rule)
 
     @property
     def num_free(self) -> int:
-        return self._placement.num_free
+        return self.placement.num_free
+
+    @property
+    def num_returned(self) -> int:
+        return self._ledger.num_returned_pages
 
     def take(self, num_pages: Sequence[int], near: Sequence[int | None] | None = None) -> torch.Tensor:
-        placement = self._placement
+        placement = self.placement
         taken = [placement.take(count, near[i] if near else None) for i, count in enumerate(num_pages) if count]
         if not taken:
             return torch.empty(0, dtype=torch.int64)
@@ -75,27 +91,27 @@ class HostPages:
 
     def take_each(self, near: Sequence[int]) -> list[int]:
         """A page for each of several requests, beside the one they name."""
-        take_one = self._placement.take_one
+        take_one = self.placement.take_one
         return [take_one(page) for page in near]
 
     def give(self, pages: torch.Tensor) -> None:
-        self._placement.give(convert.host_array(pages))
+        self.placement.give(convert.host_array(pages))
 
     def give_host(self, pages: np.ndarray) -> None:
         """`give` for an array."""
-        self._placement.give(pages)
+        self.placement.give(pages)
 
     def give_slots(self, slots: torch.Tensor) -> None:
-        give_slots(self._placement, convert.host_array(slots))
+        give_slots(self.placement, convert.host_array(slots))
 
     def free_pages(self) -> torch.Tensor:
-        return torch.from_numpy(self._placement.free_pages())
+        return torch.from_numpy(self.placement.free_pages())
 
     def ledger(self) -> Ledger:
         return self._ledger
 
     def clear(self) -> None:
-        self._placement.clear()
+        self.placement.clear()
 
 
 class DevicePages:
@@ -108,12 +124,17 @@ class DevicePages:
     def __init__(self, geometry: Geometry, num_pages: int, placement: str, device: torch.device) -> None:
         self._geometry = geometry
         self.num_pages = num_pages
-        self._rule = placement
-        self._pack = placement == "pack" and geometry.pages_per_frame > 1
         self._device = device
+        self.use(placement)
         # As in the ledger: the padding page is a page of frame 0, which is therefore never empty.
         self._frame_sizes = torch.from_numpy(Ledger(geometry, num_pages).sizes).to(device, torch.int64)
         self.clear()
+
+    num_returned = 0
+
+    def use(self, placement: str) -> None:
+        self._rule = placement
+        self._pack = placement == "pack" and self._geometry.pages_per_frame > 1
 
     def resized(self, num_pages: int) -> DevicePages:
         return DevicePages(self._geometry, num_pages, self._rule, self._device)

@@ -77,6 +77,19 @@ OPTIONS = (
 )
 
 
+WITH_A_BACKING = (
+    Option("enable_memory_saver", "two owners would give the same KV memory back"),
+    Option(
+        "speculative_algorithm",
+        "a draft model keeps KV of its own under the same slots, and only one pool's memory is followed",
+        (None,),
+        "Serve without --speculative-algorithm",
+    ),
+    Option("pp_size", "the stages of a pipeline would have to agree on every frame", (1,), "Set --pp-size 1"),
+)
+"""Refused where memory is given back (RADIX_PAGES_MODE=return, or RADIX_PAGES_BACKING=mmap)."""
+
+
 def check(ctx: TreeCacheBuildContext) -> None:
     """Refuse what the cache that `ctx` describes would not work with. Reads SGLang's published configuration.
 
@@ -86,6 +99,7 @@ def check(ctx: TreeCacheBuildContext) -> None:
 
     check_version()
     check_options(get_context().config_leaf)
+    check_settings(get_context().config_leaf)
     if ctx.enable_hierarchical_cache:
         raise _option("enable_hierarchical_cache").refusal(True)
     if not ctx.disable_radix_cache:  # SGLang never builds the order of a disabled tree
@@ -106,6 +120,7 @@ def check_arguments(server_args: ServerArgs, previous: Callable[[ServerArgs], No
     if view.radix_cache_backend == BACKEND:
         check_version()
         check_options(partial(getattr, view))
+        check_settings(partial(getattr, view))
         if not view.disable_radix_cache:
             check_policy(view.radix_eviction_policy, view.radix_eviction_policy_config)
         from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
@@ -130,12 +145,38 @@ def check_version() -> None:
         )
 
 
-def check_options(option: Callable[[str], Any]) -> None:
-    """Refuse the first entry of OPTIONS whose value, `option(field)`, is not a harmless one."""
-    for entry in OPTIONS:
+def check_options(option: Callable[[str], Any], options: Iterable[Option] = OPTIONS) -> None:
+    """Refuse the first entry of `options` whose value, `option(field)`, is not a harmless one."""
+    for entry in options:
         value = option(entry.field)
         if value not in entry.harmless:
             raise entry.refusal(value)
+
+
+def check_settings(option: Callable[[str], Any]) -> None:
+    """Refuse settings from the environment that are wrong, or that do not go with the options of the server."""
+    from radix_pages_sglang.config import Settings
+
+    settings = Settings.from_environment()
+    device = option("device")
+    if settings.mode == "return" or settings.backing == "mmap":
+        check_options(option, WITH_A_BACKING)
+        if device is not None:
+            settings.backing_on(str(device))
+
+
+def backing_refusal(kvcache: object) -> UnsupportedError:
+    """The error for a KV pool whose memory cannot be given back, although that was asked for."""
+    what = f"The KV pool {_names([type(kvcache)])}"
+    if getattr(kvcache, "is_quantized_kv_cache", False):
+        what += " with quantized KV"
+    elif layout := getattr(kvcache, "kv_cache_layout", None):
+        what += f" in {layout} layout"
+    return UnsupportedError(
+        f"{what} cannot give memory back yet: MHATokenToKVPool in nhd layout with plain KV can. Set "
+        "RADIX_PAGES_MODE=place (and leave RADIX_PAGES_BACKING out), or serve a model with plain multi-head or "
+        "grouped-query attention."
+    )
 
 
 def check_policy(policy: str, parameters: Any) -> None:
