@@ -98,7 +98,8 @@ class Residency:
         ledger = self.ledger
         if self.max_frames is None or self.max_frames >= ledger.num_frames:
             return ledger.num_pages
-        short = ledger.geometry.pages_per_frame - int(ledger.sizes[-1])  # the last frame may be among them
+        # Under a ceiling the last frame, which may be short, is never committed: only a lowered one finds it so.
+        short = 0 if ledger.is_returned[-1] else ledger.geometry.pages_per_frame - int(ledger.sizes[-1])
         return ledger.geometry.first_page(self.max_frames) - short - 1  # page 0 is SGLang's
 
     def start_returned(self) -> None:

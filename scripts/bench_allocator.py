@@ -20,6 +20,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from provenance import first_line
 from radix_pages.units import Geometry
 from radix_pages_sglang.allocator import RadixPagesPagedAllocator
+from radix_pages_sglang.config import Settings
 
 NUM_PAGES, PAGE_SIZE, BATCH, PROMPT = 65_536, 16, 64, 512
 FRAME_PAGES = (1, 4, 64, 128)
@@ -31,7 +32,7 @@ class Pool:
     def __init__(self, ours: bool, frame_pages: int, seed: int) -> None:
         stock = PagedTokenToKVPoolAllocator(NUM_PAGES * PAGE_SIZE, PAGE_SIZE, torch.float16, "cpu", None, False)
         geometry = Geometry(PAGE_SIZE, pages_per_frame=frame_pages)
-        self.allocator = RadixPagesPagedAllocator(stock, geometry, "pack") if ours else stock
+        self.allocator = RadixPagesPagedAllocator(stock, geometry, Settings(placement="pack")) if ours else stock
         pages = self.allocator.alloc(NUM_PAGES * PAGE_SIZE)[::PAGE_SIZE] // PAGE_SIZE
         churned = random.Random(seed).sample(range(NUM_PAGES), NUM_PAGES // 2)
         self.allocator.free_page_ids(pages[torch.tensor(churned)])

@@ -100,17 +100,18 @@ class RadixPagesCache(UnifiedRadixCache):
         state: dict[str, object] = asdict(self.eviction_counts)
         if self._frames is None:
             return state
-        state |= asdict(self._frames.geometry)
+        state |= asdict(self._frames.geometry) | {"cached_tokens": self.evictable_size()}
+        if self.control is not None:
+            state |= self.control.state()
         try:
             ledger = self._frames.ledger()
         except LedgerError as error:
             return state | {"ledger_error": str(error)}
-        state |= asdict(ledger.occupancy_report()) | {"frames_by_occupancy": frames_by_occupancy(ledger)}
+        state |= asdict(ledger.occupancy_report())
+        state |= {"frames_by_occupancy": frames_by_occupancy(ledger), "frame_map": frame_map(ledger)}
         if self._frames.ledger_is_at_hand:  # elsewhere the ledger is made anew each time and has no past
             state |= {"frames_emptied": ledger.frames_emptied, "frames_refilled": ledger.frames_refilled}
-        if self.control is not None:
-            state |= self.control.state()
-        return state | {"frame_map": frame_map(ledger), "cached_tokens": self.evictable_size()}
+        return state
 
     @rank_consensus(same_params=["params", "allocation_reclaim_satisfied is not None"], same_results=True)
     def evict_for_alloc(

@@ -9,9 +9,11 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from radix_pages_sglang.ctl import ctl
 from radix_pages_sglang.demo import demo
 from radix_pages_sglang.serve import CommandError, installed_sglang, serve
 from radix_pages_sglang.support import SUPPORTED_VERSIONS
+from radix_pages_sglang.top import top
 
 
 class Commands(TyperGroup):
@@ -47,3 +49,5 @@ app.command(
 )(serve)
 app.command()(version)
 app.command()(demo)
+app.add_typer(ctl, name="ctl")
+app.command()(top)

@@ -1,0 +1,281 @@
+"""Servers that give memory back: ceilings, failing commits, SGLang's own controls and two ranks, seen from outside.
+
+What a server occupies is read by this process from /proc; SGLang's strictest memory checks are on throughout.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from urllib.error import HTTPError
+
+import pytest
+
+from radix_pages_sglang.control import MAX_CACHED_TOKENS, MAX_RESIDENT_BYTES, MODE, NO_BOUND, TRIM
+from radix_pages_sglang.cpu_engine.checkpoints import tiny_llama
+from radix_pages_sglang.local_server import Server, serving
+from radix_pages_sglang.resident import process_resident_bytes, resident_bytes
+from tests.engine.load import chat_load, talk
+from tests.engine.test_absent import plugin
+from tests.engine.test_frames import POOL_TOKENS, SLOT_BYTES, STRICT, arguments, complaints, state
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+RETURN = {**STRICT, "RADIX_PAGES_MODE": "return", "RADIX_PAGES_IDLE_TRIM_SECONDS": "0"}
+QUARTER_TOKENS = POOL_TOKENS // 4
+QUARTER = QUARTER_TOKENS * SLOT_BYTES
+
+
+def resident(server: Server) -> int:
+    """Bytes of the KV mapping in memory, counted from here."""
+    memory = state(server)["memory"]
+    return resident_bytes(*memory["region"], pid=memory["pid"])
+
+
+def set_knob(server: Server, name: str, value: float) -> None:
+    assert server.request("/set_internal_state", {"server_args": {name: value}}) == "[true]"
+
+
+@contextmanager
+def sampled(server: Server, hertz: float = 10.0) -> Iterator[list[int]]:
+    """What the KV mapping occupies, read that often while the block runs."""
+    memory = state(server)["memory"]
+    samples: list[int] = []
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(1 / hertz):
+            samples.append(resident_bytes(*memory["region"], pid=memory["pid"]))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def bounded() -> Iterator[Server]:
+    """A server whose memory is bounded to a quarter of its pool."""
+    environment = {**RETURN, "RADIX_PAGES_MAX_RESIDENT_BYTES": str(QUARTER)}
+    with serving(tiny_llama(), *arguments(16), "--sleep-on-idle", env=environment) as server:
+        yield server
+
+
+def test_under_a_ceiling_no_request_fails_and_the_system_never_counts_more(bounded):
+    with sampled(bounded) as samples:
+        replies = chat_load(bounded, talks=32)
+    assert [len(turns) for turns in replies] == [4] * 32
+    assert len(samples) > 20
+    assert max(samples) <= QUARTER
+    assert max(samples) > QUARTER // 2  # the load did want it
+    now = state(bounded)
+    assert now["memory"]["ceiling_refusals"] > 0
+    assert now["evictions"] > 50
+    assert complaints(bounded) == []
+
+
+def test_the_longest_prompt_for_a_pool_of_the_ceilings_size_is_served_and_a_longer_one_is_refused(bounded):
+    """Stock SGLang takes prompts up to the pool less one page; of this pool one page is the padding's."""
+    longest = QUARTER_TOKENS - 2 * 16 - 1
+    assert bounded.generate([7] * longest, 8)["meta_info"]["prompt_tokens"] == longest
+    with pytest.raises(HTTPError) as refused:
+        bounded.generate([7] * (longest + 1), 8)
+    assert refused.value.code == 400
+    assert bounded.generate([7] * longest, 8)["meta_info"]["finish_reason"]["type"] == "length"
+    assert complaints(bounded) == []
+
+
+def test_a_ceiling_that_is_lifted_and_lowered_under_load_is_kept_again_when_requests_end(bounded):
+    set_knob(bounded, MAX_RESIDENT_BYTES, NO_BOUND)
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(chat_load, bounded, talks=24)
+        deadline = time.monotonic() + 60
+        while resident(bounded) <= QUARTER and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert resident(bounded) > QUARTER
+        set_knob(bounded, MAX_RESIDENT_BYTES, QUARTER)
+        assert [len(turns) for turns in load.result()] == [4] * 24
+    assert state(bounded)["memory"]["over_ceiling_frames"] == 0
+    assert resident(bounded) <= QUARTER
+    assert complaints(bounded) == []
+
+
+FAILING = """
+import os
+import random
+
+dice = random.Random(0)
+
+
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register("radix_pages_sglang.pool.MmapBacking.commit", commit, HookType.AROUND)
+
+
+def commit(original, backing, frames):
+    from radix_pages.backing import CommitError
+
+    try:
+        share = float(open(os.environ["FAILING_COMMITS"]).read() or 0)
+    except FileNotFoundError:
+        share = 0.0
+    if dice.random() < share:
+        raise CommitError("no memory, says the test")
+    return original(backing, frames)
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[list[str]]:
+    """What eight conversations say, one after the other, on a server with memory in plenty."""
+    with serving(tiny_llama(), *arguments(16), "--sleep-on-idle", env=STRICT) as server:
+        return [talk(server, seed, turns=3, max_tokens=8) for seed in range(8)]
+
+
+def test_failing_commits_slow_requests_down_and_do_nothing_else(answers, tmp_path):
+    """1% of commits fail, then all of them for seconds, while memory is returned all the time."""
+    share = tmp_path / "share"
+    environment = {**RETURN, **plugin(tmp_path, "failing_commits", FAILING), "FAILING_COMMITS": str(share)}
+    with serving(tiny_llama(), *arguments(16), "--sleep-on-idle", env=environment) as server:
+        set_knob(server, MAX_CACHED_TOKENS, 256)
+
+        def shake(stop: threading.Event) -> None:
+            """All commits fail for a while, then few, again and again; memory goes back in between."""
+            while not stop.is_set():
+                for failing, seconds in (("1", 1.0), ("0.01", 1.0)):
+                    share.write_text(failing)
+                    set_knob(server, TRIM, 1)
+                    stop.wait(seconds)
+            share.write_text("0")
+
+        stop = threading.Event()
+        thread = threading.Thread(target=shake, args=[stop])
+        thread.start()
+        try:
+            said = [talk(server, seed, turns=3, max_tokens=8) for seed in range(8)]
+            together = chat_load(server, talks=16)
+        finally:
+            stop.set()
+            thread.join()
+        assert said == answers
+        assert [len(turns) for turns in together] == [4] * 16
+        assert state(server)["memory"]["commit_failures"] > 10
+        assert complaints(server) == []
+        # With memory to be had again nothing is left of it.
+        assert talk(server, 0, turns=3, max_tokens=8) == answers[0]
+        metrics = server.request("/metrics")
+        failures = [line for line in metrics.splitlines() if line.startswith("radix_pages:commit_failures_total{")]
+        assert sum(float(line.rpartition(" ")[2]) for line in failures) > 10
+
+
+@pytest.fixture(scope="module")
+def idle_trimming() -> Iterator[Server]:
+    """A server that gives back what is empty after a second without work."""
+    environment = {**RETURN, "RADIX_PAGES_IDLE_TRIM_SECONDS": "1"}
+    with serving(tiny_llama(), *arguments(16), "--sleep-on-idle", env=environment) as server:
+        yield server
+
+
+def wait_until(holds, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        time.sleep(0.2)
+
+
+def test_an_idle_server_gives_back_what_is_empty_and_keeps_what_is_cached(idle_trimming):
+    server = idle_trimming
+    chat_load(server, talks=4)
+    before = state(server)["memory"]["trims"]
+    wait_until(lambda: state(server)["memory"]["trims"] > before)
+    now = state(server)
+    assert now["memory"]["committed_frames"] == now["held_frames"]
+    assert resident(server) == now["memory"]["committed_bytes"]
+    assert now["cached_tokens"] > 0
+    trims = now["memory"]["trims"]
+    time.sleep(3)
+    assert state(server)["memory"]["trims"] == trims  # once for each time without work
+    assert complaints(server) == []
+
+
+def test_flush_pause_and_release_keep_working_and_let_memory_go(idle_trimming):
+    server = idle_trimming
+    for mode in ("in_place", "retract", "abort"):
+        chat_load(server, talks=2)
+        server.request("/pause_generation", {"mode": mode})
+        server.request("/continue_generation", {})
+        assert server.generate("still there?", 4)["text"]
+    server.request("/flush_cache?timeout=60", {})
+    wait_until(lambda: state(server)["memory"]["committed_frames"] == 1)
+    chat_load(server, talks=2)
+    assert resident(server) > state(server)["memory"]["frame_bytes"]
+    server.request("/release_memory_occupation", {})
+    assert state(server)["memory"]["committed_frames"] == 1
+    assert resident(server) == state(server)["memory"]["frame_bytes"]
+    server.request("/resume_memory_occupation", {})
+    assert server.generate("and now?", 4)["text"]
+    assert complaints(server) == []
+
+
+def test_a_lowered_mode_returns_nothing_more_and_can_be_raised_again(idle_trimming):
+    server = idle_trimming
+    for mode in (1, 0):
+        set_knob(server, MODE, mode)
+        trims = state(server)["memory"]["trims"]
+        chat_load(server, talks=2)
+        time.sleep(3)
+        assert state(server)["memory"]["trims"] == trims
+    set_knob(server, MODE, 2)
+    set_knob(server, MAX_CACHED_TOKENS, 0)
+    assert state(server)["memory"]["committed_frames"] == 1
+    set_knob(server, MAX_CACHED_TOKENS, NO_BOUND)
+    assert complaints(server) == []
+
+
+ONE_RANK_FAILS = FAILING.replace(
+    "    try:\n",
+    "    import torch\n\n    if torch.distributed.get_rank():\n        return original(backing, frames)\n    try:\n",
+    1,
+)
+
+
+def test_two_ranks_return_together_and_a_commit_that_fails_on_one_fails_on_both(tmp_path):
+    share = tmp_path / "share"
+    environment = {
+        **RETURN,
+        **plugin(tmp_path, "failing_commits", ONE_RANK_FAILS),
+        "FAILING_COMMITS": str(share),
+        "RADIX_PAGES_IDLE_TRIM_SECONDS": "2",
+        "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
+        "SGLANG_NCCL_SO_PATH": "/nonexistent",
+    }
+    pool_tokens = 65_536
+    size = ("--max-total-tokens", str(pool_tokens), "--tp", "2", "--sleep-on-idle")
+    with serving(tiny_llama(), *arguments(16), *size, env=environment) as server:
+        share.write_text("0.3")
+        chat_load(server, talks=16)
+        share.write_text("0")
+        assert state(server)["memory"]["commit_failures"] > 0
+        for first in range(24):
+            server.generate([1000 + first] * 1500, 1)
+        ranks = sorted(server.processes(), key=process_resident_bytes)[-2:]
+        full = [process_resident_bytes(pid) for pid in ranks]
+        held = state(server)["held_pages"] * 16 * SLOT_BYTES // 2  # each rank has half of the heads
+        assert held > 4 << 20
+        set_knob(server, MAX_CACHED_TOKENS, 0)
+        for pid, before in zip(ranks, full, strict=True):
+            assert before - process_resident_bytes(pid) > 0.8 * held
+        set_knob(server, MAX_CACHED_TOKENS, NO_BOUND)
+        chat_load(server, talks=4)
+        server.request("/flush_cache?timeout=60", {})
+        trims = state(server)["memory"]["trims"]
+        wait_until(lambda: state(server)["memory"]["trims"] > trims)  # decided by rank 0, done by both
+        assert server.generate("still there?", 4)["text"]
+        assert complaints(server) == []
