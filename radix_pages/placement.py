@@ -26,6 +26,9 @@ class Placement(Protocol):
     def take_one(self, near: int | None = None) -> int:
         """`take` for one page, as an int; what decode steps call."""
 
+    def take_these(self, pages: Pages) -> None:
+        """Hold exactly these free pages. Raises LedgerError as `Ledger.hold`; then nothing is held."""
+
     def give(self, pages: Pages) -> list[int]:
         """Release `pages` and return the frames this empties. Raises LedgerError as `Ledger.release`."""
 
@@ -87,6 +90,11 @@ class StockPlacement:
         self.ledger.hold_one(page)
         return page
 
+    def take_these(self, pages: Pages) -> None:
+        self.ledger.hold(pages)
+        queue = np.array(self._queue, dtype=np.int64)
+        self._queue = deque(queue[~self.ledger.is_held[queue]].tolist())
+
     def give(self, pages: Pages) -> list[int]:
         emptied = self.ledger.release(pages)
         if self.ledger.geometry.page_size == 1:
@@ -142,7 +150,7 @@ class PackPlacement:
         _require(num_pages, self.num_free)
         ledger = self.ledger
         frame = None if near is None else ledger.geometry.frame_of(near)
-        chosen = [] if frame is None else self._free_in(frame, num_pages)
+        chosen = [] if frame is None or ledger.is_returned[frame] else self._free_in(frame, num_pages)
         if len(chosen) < num_pages:
             for share in self._shares(num_pages - len(chosen), full=frame):
                 chosen += self._free_in(*share)
@@ -159,13 +167,19 @@ class PackPlacement:
         if near is not None:
             frame = ledger.geometry.frame_of(near)
             first, end = ledger.geometry.first_page(frame), ledger.geometry.first_page(frame + 1)
-            page = ledger.held_bytes.find(False, first, end)
+            if not ledger.is_returned[frame]:  # else nobody holds `near` any more
+                page = ledger.held_bytes.find(False, first, end)
         if page < 0:
             page = self._first_free()
             self._low = min(self._low, page)
         ledger.hold_one(page)
         self._most_frames = max(self._most_frames, ledger.num_held_frames)
         return page
+
+    def take_these(self, pages: Pages) -> None:
+        self.ledger.hold(pages)
+        self._changed.append(pages)
+        self._most_frames = max(self._most_frames, self.ledger.num_held_frames)
 
     def _first_free(self) -> int:
         """The first free page of a held frame, by number; of an empty one when no held frame has room.

@@ -34,8 +34,9 @@ class Residency:
     """Commits and returns the frames of one pool.
 
     `reserve_frames` empty frames stay committed against regrowth and never count as returned; `max_frames` is the
-    ceiling on committed frames, frame 0 and the reserve included (None: no ceiling). `agree` combines a success of
-    this rank with the others' (every rank makes the same calls), so that a commit which fails on one fails on all.
+    ceiling on committed frames, frame 0 and the reserve included (None: no ceiling). `free_frames` are wanted free
+    for a neighbour: growth takes them only when nothing can be evicted instead. `agree` combines a success of this
+    rank with the others' (every rank makes the same calls), so that a commit which fails on one fails on all.
     `on_return` and `on_commit` hear of frames afterwards, for reports.
     """
 
@@ -52,6 +53,7 @@ class Residency:
         self.backing = backing
         self.reserve_frames = reserve_frames
         self.max_frames = max_frames
+        self.free_frames = 0
         self.agree = agree
         self.counts = ResidencyCounts()
         self.total_bytes = backing.bytes_of(np.arange(self.ledger.num_frames))
@@ -109,20 +111,24 @@ class Residency:
         self.backing.commit(every[: 1 + self.reserve_frames])
         self._withdraw(every[1 + self.reserve_frames :])
 
-    def grow(self, num_pages: int) -> bool:
+    def grow(self, num_pages: int, *, spare_neighbour: bool = False) -> bool:
         """Commit frames until `num_pages` more pages are free; whether that many could be had.
 
-        Never beyond the ceiling. After a failed commit the next 1, 3, 7, ... calls are spared the attempt, because
-        a failing commit may be slow and the scheduler comes back at every step.
+        Never beyond the ceiling, and not into `free_frames` if the neighbour is to be spared. After a failed commit
+        the next 1, 3, 7, ... calls do not try, because a failing commit may be slow and the scheduler comes back at
+        every step.
         """
         if self._skip:
             self._skip -= 1
             return False
         ledger = self.ledger
         wanted = self._returned_with(num_pages)
-        if self.max_frames is not None and len(wanted) > self.max_frames - self.committed_frames:
-            self.counts.ceiling_refusals += 1
-            wanted = wanted[: max(self.max_frames - self.committed_frames, 0)]
+        if spare_neighbour and self.free_frames:
+            wanted = wanted[: max(ledger.num_frames - self.free_frames - self.committed_frames, 0)]
+        if self.max_frames is not None:
+            allowed = wanted[: max(self.max_frames - self.committed_frames, 0)]
+            self.counts.ceiling_refusals += len(allowed) < len(wanted)
+            wanted = allowed
         if not len(wanted) or not self._commit(wanted):
             return False
         return int(ledger.sizes[wanted].sum()) >= num_pages

@@ -116,6 +116,12 @@ class FrameAware:
         self.residency = Residency(
             self.store.placement, backing, reserve_frames=settings.reserve_frames, max_frames=max_frames
         )
+        self.residency.free_frames = settings.free_frames
+        if settings.free_frames > num_frames - least_frames(0):
+            raise SettingError(
+                f"RADIX_PAGES_FREE_FRAMES={settings.free_frames}: of {num_frames} frames {least_frames(0)} are the "
+                "least that can serve"
+            )
         if starts_returned:
             self.residency.start_returned()
 
@@ -149,9 +155,12 @@ class FrameAware:
         lacking = self.geometry.pages_to_hold(num_tokens) - self.store.num_free
         if lacking <= 0 or self.residency is None:
             return True
-        if self.residency.grow(lacking):
+        if self.residency.grow(lacking, spare_neighbour=True):
             return True
-        return self.geometry.slots(self.store.num_free) + evictable_tokens >= num_tokens
+        lacking = num_tokens - self.geometry.slots(self.store.num_free) - evictable_tokens
+        return lacking <= 0 or (
+            self.residency.free_frames > 0 and self.residency.grow(self.geometry.pages_to_hold(lacking))
+        )
 
     def get_all_free_pages(self) -> torch.Tensor:
         return self.store.free_pages()
@@ -176,13 +185,17 @@ class FrameAware:
         that is not enough."""
         cache, self._evict_from = self._evict_from, None
         lacking = num_pages - self.store.num_free
-        if lacking > 0 and self.residency is not None:
-            self.residency.grow(lacking)
+        residency = self.residency
+        if lacking > 0 and residency is not None:
+            residency.grow(lacking, spare_neighbour=True)
             lacking = num_pages - self.store.num_free
         if lacking <= 0:
             return True
         if cache is not None and cache.supports_prefix_sharing():
             cache.evict_for_alloc(EvictParams(num_tokens=self.geometry.slots(lacking)))
+        lacking = num_pages - self.store.num_free
+        if lacking > 0 and residency is not None and residency.free_frames:
+            residency.grow(lacking)
         return self.store.num_free >= num_pages
 
     def _resize(self, num_pages: int) -> None:

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.utils.rank_consensus_checker import rank_consensus
 
+from radix_pages.frame_planner import FramePlan
 from radix_pages.ledger import Ledger, LedgerError
 from radix_pages_sglang import convert
 from radix_pages_sglang.allocator import FrameAware
@@ -50,7 +51,7 @@ class RadixPagesCache(UnifiedRadixCache):
         if self.disable:
             return EvictResult()
         start_time = time.perf_counter()
-        evicted = self._evict_pages(params.num_tokens)
+        evicted = self._free(self.tree_core.evict_tokens(params.num_tokens))
         seconds = time.perf_counter() - start_time
         self.eviction_counts.record(params.num_tokens, evicted.num_tokens, self.tree_core.geometry, seconds)
         self.update_eviction_metrics(evicted.num_tokens, start_time)
@@ -63,17 +64,21 @@ class RadixPagesCache(UnifiedRadixCache):
 
     def evict_surplus(self, num_tokens: int) -> int:
         """Evict what a bound says is too much; tokens evicted. No allocation asked, so it counts as none's need."""
-        if self.disable:
-            return 0
+        return 0 if self.disable else self._drop(lambda: self.tree_core.evict_tokens(num_tokens))
+
+    def evict_planned(self, plan: FramePlan) -> int:
+        """Evict what a frame plan says; tokens evicted."""
+        return self._drop(lambda: self.tree_core.carry_out(plan)) if plan.evictions else 0
+
+    def _drop(self, evict: Callable[[], Evicted]) -> int:
         start_time = time.perf_counter()
-        evicted = self._evict_pages(num_tokens)
+        evicted = self._free(evict())
         self.update_eviction_metrics(evicted.num_tokens, start_time)
         if self._metrics is not None:
             self._metrics.evicted(evicted.removals, 0, self.eviction_counts, self._clock)
         return evicted.num_tokens
 
-    def _evict_pages(self, num_tokens: int) -> Evicted:
-        evicted = self.tree_core.evict_tokens(num_tokens)
+    def _free(self, evicted: Evicted) -> Evicted:
         if evicted.num_tokens:
             # Whole pages in key order: one page-exact segment.
             self.token_to_kv_pool_allocator.free_segment(evicted.slots, start_pos=0)

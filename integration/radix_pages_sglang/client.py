@@ -19,12 +19,16 @@ from radix_pages_sglang.sizes import format_size
 State = dict[str, Any]
 """What one rank says under `radix_pages` in its entry of `/server_info` -> `internal_states`."""
 
-MODES = ("observe", "place", "return")
+MODES = ("observe", "place", "return", "move")
 """By the number that the knob `radix_pages_mode` takes, from the least to the most that a server does."""
+
+RETURNING = ("return", "move")
+"""The modes that give memory back."""
 
 MODE = "radix_pages_mode"
 CACHED = "radix_pages_max_cached_tokens"
 CEILING = "radix_pages_max_resident_bytes"
+FREE = "radix_pages_free_frames"
 RESERVE = "radix_pages_reserve_frames"
 IDLE_TRIM = "radix_pages_idle_trim_seconds"
 TRIM = "radix_pages_trim"
@@ -123,8 +127,9 @@ def check_value(states: list[State], knob: str, value: float) -> None:
     for state in states:
         if knob not in state["knobs"]:
             raise CommandError(missing(state, knob))
-        if knob == TRIM and state["mode"] != MODES[-1]:
-            raise CommandError(f"in mode {state['mode']} nothing is returned: radix-pages ctl mode {MODES[-1]} first")
+        if knob == TRIM and state["mode"] not in RETURNING:
+            highest = state["highest_mode"]
+            raise CommandError(f"in mode {state['mode']} nothing is returned: radix-pages ctl mode {highest} first")
         limits = state["knobs"][knob]
         if knob in (CACHED, CEILING) and value == NO_BOUND:
             continue
@@ -139,6 +144,8 @@ def missing(state: State, knob: str) -> str:
         return f"this server only observes until it is started again: {state['degraded']}"
     if knob in (MODE, CACHED):
         return f"this server does not offer {knob}"
+    if knob == FREE and state["highest_mode"] == "return":
+        return "this server does not move pages: start it with RADIX_PAGES_MODE=move"
     lacks = "has no backing" if state["backing"] == "none" else "only counts and places"
     return f"this server {lacks}: start it with RADIX_PAGES_MODE=return"
 
@@ -168,5 +175,7 @@ def described(knob: str, value: float) -> str:
         return f"{size} ({int(value)} bytes)" if "." in size else size
     if knob == IDLE_TRIM and value == 0:
         return "0 (never)"
-    unit = {CACHED: " tokens", CEILING: " bytes", RESERVE: " frames", IDLE_TRIM: " seconds"}.get(knob, "")
+    unit = {CACHED: " tokens", CEILING: " bytes", RESERVE: " frames", FREE: " frames", IDLE_TRIM: " seconds"}.get(
+        knob, ""
+    )
     return f"{value:,}{unit}"

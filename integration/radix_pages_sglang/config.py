@@ -21,14 +21,22 @@ RESERVE_FRAMES = "RADIX_PAGES_RESERVE_FRAMES"
 IDLE_TRIM_SECONDS = "RADIX_PAGES_IDLE_TRIM_SECONDS"
 DEFAULT_IDLE_TRIM_SECONDS = 30.0
 MOST_IDLE_TRIM_SECONDS = 86_400
+FREE_FRAMES = "RADIX_PAGES_FREE_FRAMES"
+TRIM_BUDGET_MS = "RADIX_PAGES_TRIM_BUDGET_MS"
+DEFAULT_TRIM_BUDGET_MS = 5.0
+MOST_TRIM_BUDGET_MS = 1000.0
 
 
 class SettingError(ValueError):
     """A setting that cannot be used; the message names the variable and says what it takes."""
 
 
-MODES = ("observe", "place", "return")
-"""Each does what the ones before it do: count frames, place pages, give memory back. Numbered in this order."""
+MODES = ("observe", "place", "return", "move")
+"""Each does what the ones before it do: count frames, place pages, give memory back, move pages to give back more.
+Numbered in this order."""
+
+RETURNING = ("return", "move")
+"""The modes that give memory back."""
 
 BACKINGS = ("none", "mmap", "auto")
 
@@ -38,7 +46,8 @@ class Settings:
     """What the environment says. `frame_tokens` and `frame_bytes` exclude each other; with neither, a default.
 
     `placement` None stands for SGLang's order in mode observe and for `pack` in the others. The bounds are None
-    where there is none; `max_resident_bytes`, `reserve_frames` and `idle_trim_seconds` belong to mode return.
+    where there is none; `max_resident_bytes`, `reserve_frames` and `idle_trim_seconds` belong to modes return and
+    move, `free_frames` and `trim_budget_ms` to move.
     """
 
     placement: str | None = None
@@ -50,6 +59,8 @@ class Settings:
     max_resident_bytes: int | None = None
     reserve_frames: int = 0
     idle_trim_seconds: float = DEFAULT_IDLE_TRIM_SECONDS
+    free_frames: int = 0
+    trim_budget_ms: float = DEFAULT_TRIM_BUDGET_MS
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Settings:
@@ -60,14 +71,21 @@ class Settings:
             raise SettingError("set RADIX_PAGES_FRAME_TOKENS or RADIX_PAGES_FRAME_BYTES, not both")
         mode = _choice(environment, "RADIX_PAGES_MODE", MODES) or "observe"
         backing = _choice(environment, "RADIX_PAGES_BACKING", BACKINGS) or "auto"
-        if mode == "return" and backing == "none":
+        if mode in RETURNING and backing == "none":
             raise SettingError(
                 "RADIX_PAGES_BACKING=none cannot give memory back: set auto, or RADIX_PAGES_MODE=place"
             )
-        for name in (MAX_RESIDENT_BYTES, RESERVE_FRAMES, IDLE_TRIM_SECONDS):
-            if mode != "return" and name in environment:
-                raise SettingError(f"{name}={environment[name]} needs RADIX_PAGES_MODE=return, the mode is {mode}")
+        for names, modes in (
+            ((MAX_RESIDENT_BYTES, RESERVE_FRAMES, IDLE_TRIM_SECONDS), RETURNING),
+            ((FREE_FRAMES, TRIM_BUDGET_MS), ("move",)),
+        ):
+            for name in names:
+                if name in environment and mode not in modes:
+                    raise SettingError(
+                        f"{name}={environment[name]} needs RADIX_PAGES_MODE={' or '.join(modes)}, the mode is {mode}"
+                    )
         reserve = _count(environment, RESERVE_FRAMES, least=0)
+        free = _count(environment, FREE_FRAMES, least=0)
         return cls(
             _choice(environment, "RADIX_PAGES_PLACEMENT", tuple(PLACEMENTS)),
             tokens,
@@ -77,8 +95,15 @@ class Settings:
             _count(environment, "RADIX_PAGES_MAX_CACHED_TOKENS", least=0),
             _size(environment, MAX_RESIDENT_BYTES),
             0 if reserve is None else reserve,
-            _seconds(environment, IDLE_TRIM_SECONDS, DEFAULT_IDLE_TRIM_SECONDS),
+            _number(environment, IDLE_TRIM_SECONDS, "seconds", 0, MOST_IDLE_TRIM_SECONDS, DEFAULT_IDLE_TRIM_SECONDS),
+            0 if free is None else free,
+            _number(environment, TRIM_BUDGET_MS, "milliseconds", 0.1, MOST_TRIM_BUDGET_MS, DEFAULT_TRIM_BUDGET_MS),
         )
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether the mode is one that gives memory back."""
+        return self.mode in RETURNING
 
     def placement_in(self, mode: str) -> str:
         """The rule by which pages are placed in `mode`."""
@@ -87,8 +112,8 @@ class Settings:
     def backing_on(self, device: str) -> str:
         """`none` or `mmap`, for a pool on `device`; raises SettingError for what cannot be had there."""
         if device == "cpu":
-            return ("mmap" if self.mode == "return" else "none") if self.backing == "auto" else self.backing
-        if self.mode == "return" or self.backing == "mmap":
+            return ("mmap" if self.gives_back else "none") if self.backing == "auto" else self.backing
+        if self.gives_back or self.backing == "mmap":
             raise SettingError(
                 f"memory of a KV pool on {device} cannot be given back yet: use RADIX_PAGES_MODE=place and leave "
                 "RADIX_PAGES_BACKING out, or serve on a CPU"
@@ -165,14 +190,14 @@ def _size(environment: Mapping[str, str], name: str) -> int | None:
         raise SettingError(f"{name}={text}: {error}") from error
 
 
-def _seconds(environment: Mapping[str, str], name: str, default: float) -> float:
+def _number(environment: Mapping[str, str], name: str, unit: str, least: float, most: float, default: float) -> float:
     text = environment.get(name)
     if text is None:
         return default
     try:
-        seconds = float(text)
+        number = float(text)
     except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= MOST_IDLE_TRIM_SECONDS:
-        raise SettingError(f"{name}={text}: seconds from 0 (never) to {MOST_IDLE_TRIM_SECONDS} are needed")
-    return seconds
+        number = math.nan
+    if not least <= number <= most:
+        raise SettingError(f"{name}={text}: {unit} from {least} to {most} are needed")
+    return number

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from radix_pages.frame_planner import CachedPages, FreeFrames, HeldFrames
 from radix_pages_sglang import convert
 from radix_pages_sglang.allocator import FrameAware, least_frames
-from radix_pages_sglang.config import MODES, MOST_IDLE_TRIM_SECONDS
+from radix_pages_sglang.config import MODES, MOST_IDLE_TRIM_SECONDS, RETURNING
 from radix_pages_sglang.metrics import MemoryMetrics
+from radix_pages_sglang.moving import PoolMover, Reclaimer, moves_in
 from radix_pages_sglang.pool import MmapBacking
-from radix_pages_sglang.resident import process_resident_bytes
+from radix_pages_sglang.resident import ResidentWatch, process_resident_bytes
 
 if TYPE_CHECKING:
     from radix_pages.ledger import Frames
@@ -36,15 +38,38 @@ MAX_CACHED_TOKENS = "radix_pages_max_cached_tokens"
 MAX_RESIDENT_BYTES = "radix_pages_max_resident_bytes"
 RESERVE_FRAMES = "radix_pages_reserve_frames"
 IDLE_TRIM_SECONDS = "radix_pages_idle_trim_seconds"
+FREE_FRAMES = "radix_pages_free_frames"
 TRIM = "radix_pages_trim"
 NO_BOUND = -1
 
+CHECK_RANKS = "RADIX_PAGES_CHECK_RANKS"
+"""Environment variable: with `1`, the plans of all ranks are compared, which waits for the others at each."""
+
 REGROWN_SOON_SECONDS = 60.0
+LEAST_REST, MOST_REST = 8, 256
+"""Steps between one plan for free frames or a ceiling and the next; more and more while plans fall short."""
+
 _REPORT_SECONDS = 5.0
 
 
 class OwnershipError(RuntimeError):
     """Ledger, placement and returned frames contradict each other: serving on could hand one page to two owners."""
+
+
+class RanksDisagree(RuntimeError):
+    """Two ranks made different plans from the same operations."""
+
+
+def _same_everywhere(number: int, group) -> None:
+    if convert.least(number, group) != -convert.least(-number, group):
+        raise RanksDisagree(
+            f"radix_pages stops this server: its ranks planned different moves (here {number:x}). Serve with "
+            "RADIX_PAGES_MODE=return and report this."
+        )
+
+
+def _not_compared(number: int) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +89,11 @@ class Knob:
 
     def complaint(self, name: str, value: object) -> str:
         """Why `value` cannot be set, in a sentence; empty if it can."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or (isinstance(value, float) and not math.isfinite(value))  # raises for ints beyond a float's range
+        ):
             return f"{name} takes a number, not {value!r}."
         if self.is_whole and value != int(value):
             return f"{name} takes a whole number, not {value!r}."
@@ -78,7 +107,8 @@ class MemoryControl:
     """Keeps one rank's cache and memory within their bounds.
 
     `mode` may be lowered and raised again up to `highest_mode`, the one the server started in. The ceiling holds in
-    mode return alone; below it nothing more is given back, and what was returned comes back as it is needed.
+    modes return and move alone; below them nothing more is given back, and what was returned comes back as it is
+    needed. In mode move a trim goes on in slices, step by step; elsewhere it is done at once.
     """
 
     def __init__(self, cache: RadixPagesCache, allocator: FrameAware) -> None:
@@ -92,6 +122,12 @@ class MemoryControl:
         self.max_cached_tokens = settings.max_cached_tokens
         self.max_resident_bytes = settings.max_resident_bytes
         self.idle_trim_seconds = settings.idle_trim_seconds
+        self.free_frames = settings.free_frames
+        self._reclaimer = self._make_reclaimer()
+        self._is_trimming = False
+        self._rest = 0
+        self._next_rest = LEAST_REST
+        self._fixed_then = 0
         self.degraded = ""
         self.trims = 0
         self.trim_seconds = 0.0
@@ -99,8 +135,7 @@ class MemoryControl:
         self._regrown_frames = 0
         self._idle_since: float | None = None
         self._is_idle_trimmed = False
-        self._resident = 0
-        self._resident_at = -math.inf
+        self._is_system_asked_later = False
         self._report_at = 0.0
         collector = cache.metrics_collector
         self._metrics = None if collector is None else MemoryMetrics(collector.labels)
@@ -108,6 +143,7 @@ class MemoryControl:
             self.residency.agree = self._agree
             self.residency.on_return = self._note_return
             self.residency.on_commit = self._note_commit
+            self._resident = ResidentWatch(self.residency.backing.resident_bytes, _REPORT_SECONDS)
             self._returned_at = np.full(self.residency.ledger.num_frames, -math.inf)
 
     # ------------------------------------------------------------------------------- between batches
@@ -118,27 +154,38 @@ class MemoryControl:
         residency = self.residency
         if residency is None:
             return
+        if self._is_system_asked_later and not self._fixed_pages(residency):
+            self._ask_system(residency)
         if residency.over_ceiling_frames:
             self._keep_ceiling(residency)
+        if self._moves_pages:
+            self._keep_free_frames(residency)
+            self._work(residency)
         if residency.reserve_frames and self._returns:
             residency.refill_reserve()
         if self._metrics is not None and time.monotonic() >= self._report_at:
             self.report()
 
-    def trim(self) -> int:
-        """Give back every empty frame but the reserve, then hold the accounts against each other; frames returned.
+    def trim(self) -> None:
+        """Give back every empty frame but the reserve, then hold the accounts against each other.
 
-        Raises OwnershipError when nobody can say any more who owns a page.
+        In mode move pages are first packed into as few frames as can hold them, from the next step on. Raises
+        OwnershipError when nobody can say any more who owns a page.
         """
-        residency = self.residency
-        if residency is None or not self._returns:
-            return 0
+        if self.residency is None or not self._returns:
+            return
+        if self._reclaimer is not None and self._moves_pages:
+            self._reclaimer.aim(CachedPages(self._allocator.geometry.whole_pages(self._cache.evictable_size())))
+            self._is_trimming = True
+            return
+        self._return_empty(self.residency)
+
+    def _return_empty(self, residency: Residency) -> None:
         start = time.perf_counter()
         try:
-            returned = residency.trim()
+            residency.trim()
         except OSError as error:  # the frames are marked as returned and nobody uses them: only the memory stays
             self._degrade(f"memory could not be given back: {error}")
-            returned = 0
         self._reconcile(residency)
         seconds = time.perf_counter() - start
         self.trims += 1
@@ -146,7 +193,6 @@ class MemoryControl:
         if self._metrics is not None:
             self._metrics.trim_seconds.observe(seconds)
             self.report()
-        return returned
 
     def is_idle_trim_due(self, is_idle: bool) -> bool:
         """Whether nothing has run for so long that empty frames go back. Rank 0 asks and tells the others."""
@@ -166,8 +212,70 @@ class MemoryControl:
         return self._returns and self.residency is not None and self.idle_trim_seconds > 0
 
     @property
+    def is_working(self) -> bool:
+        """Whether a trim or the free frames are being worked on, so that another step is due at once."""
+        if self._reclaimer is None or not self._moves_pages:
+            return False
+        return self._reclaimer.is_working or (self._rest > 0 and not self._reclaimer.fell_short)
+
+    @property
     def _returns(self) -> bool:
-        return MODES[self.mode] == "return"
+        return MODES[self.mode] in RETURNING
+
+    @property
+    def _moves_pages(self) -> bool:
+        return self._reclaimer is not None and MODES[self.mode] == "move"
+
+    def _make_reclaimer(self) -> Reclaimer | None:
+        if MODES[self.highest_mode] != "move":
+            return None
+        allocator, group = self._allocator, self._cache.tp_group
+        mover = PoolMover(allocator.get_kvcache(), self._geometry)
+        budget = moves_in(mover, self._geometry, allocator.settings.trim_budget_ms / 1000)
+        return Reclaimer(
+            self._cache,
+            mover,
+            lambda: allocator.store.placement,
+            convert.least(budget, group),
+            partial(_same_everywhere, group=group) if os.environ.get(CHECK_RANKS) == "1" else _not_compared,
+        )
+
+    def _keep_free_frames(self, residency: Residency) -> None:
+        """Keep `free_frames` frames empty and returned for a neighbour: work begins when an eighth of them lacks.
+
+        Allocations spare those frames while something can be evicted instead, so what is missing was taken for
+        requests; it comes free when they end. A try that falls short is followed by longer and longer rests, until
+        half of the pages that could not go are free to go.
+        """
+        target = residency.free_frames
+        if self._rest and 2 * self._fixed_pages(residency) >= self._fixed_then:
+            self._rest -= 1
+            return
+        self._rest = 0
+        lacking = target - (residency.ledger.num_frames - residency.committed_frames)
+        if self._reclaimer is None or self._reclaimer.is_working or lacking <= target // 8:
+            return
+        residency.trim(residency.ledger.num_frames - target)
+        if target > residency.ledger.num_returned_frames:
+            self._reclaimer.aim(FreeFrames(target - residency.ledger.num_returned_frames))
+
+    def _work(self, residency: Residency) -> None:
+        """One slice of what is being worked on; what came free goes back when that is done."""
+        if self._reclaimer is None or not self._reclaimer.is_working or not self._reclaimer.step():
+            return
+        self._next_rest = min(2 * self._next_rest, MOST_REST) if self._reclaimer.fell_short else LEAST_REST
+        self._rest, self._fixed_then = self._next_rest, self._fixed_pages(residency)
+        if self._is_trimming:
+            self._is_trimming = False
+            self._return_empty(residency)
+            return
+        keep = residency.ledger.num_frames - residency.free_frames
+        residency.trim(keep if residency.max_frames is None else min(keep, residency.max_frames))
+        self._check_ownership(residency)
+
+    def _fixed_pages(self, residency: Residency) -> int:
+        """Pages that no plan can evict or move: locked, or of requests and sessions."""
+        return residency.ledger.num_held - self._geometry.whole_pages(self._cache.evictable_size())
 
     def _keep_cap(self) -> None:
         if self.max_cached_tokens is None:
@@ -182,6 +290,10 @@ class MemoryControl:
         What requests and sessions hold stays; it is looked at again when something was released or evicted.
         """
         residency.trim(keep_committed=residency.max_frames)
+        if self._reclaimer is not None and self._moves_pages and residency.max_frames is not None:
+            if residency.over_ceiling_frames and not self._reclaimer.is_working and not self._rest:
+                self._reclaimer.aim(HeldFrames(residency.max_frames))
+            return
         while (over := residency.over_ceiling_frames) and (cached := self._cache.evictable_size()):
             frames = self._geometry.slots(over * self._geometry.pages_per_frame)
             evicted = self._cache.evict_surplus(min(frames, cached))
@@ -191,14 +303,28 @@ class MemoryControl:
             residency.trim(keep_committed=residency.max_frames)
 
     def _reconcile(self, residency: Residency) -> None:
+        """Hold ledger, placement and the system's count against each other.
+
+        Asking the system takes milliseconds: while requests run it waits for the first moment without any.
+        """
+        self._check_ownership(residency)
+        if self._fixed_pages(residency):
+            self._is_system_asked_later = True
+        else:
+            self._ask_system(residency)
+
+    def _ask_system(self, residency: Residency) -> None:
+        self._is_system_asked_later = False
+        overspent = residency.overspent()
+        if not self._agree(not overspent):
+            self._degrade(overspent or "another rank's accounts do not agree")
+
+    def _check_ownership(self, residency: Residency) -> None:
         if found := residency.disagreements():
             raise OwnershipError(
                 "radix_pages stops this server, because it can no longer say who owns which page: "
                 f"{'; '.join(found)}. Start it again with RADIX_PAGES_MODE=observe and report this."
             )
-        overspent = residency.overspent()
-        if not self._agree(not overspent):
-            self._degrade(overspent or "another rank's accounts do not agree")
 
     def _degrade(self, reason: str) -> None:
         if not self.degraded:
@@ -210,10 +336,14 @@ class MemoryControl:
     def _set_mode(self, mode: int) -> None:
         self.mode = mode
         self._allocator.use_placement(self._allocator.settings.placement_in(MODES[mode]))
-        self._set_ceiling()
+        self._set_bounds()
+        if self._reclaimer is not None and not self._moves_pages:
+            self._reclaimer.drop()
 
-    def _set_ceiling(self) -> None:
+    def _set_bounds(self) -> None:
+        """Tell the residency what holds in this mode."""
         if self.residency is not None:
+            self.residency.free_frames = self.free_frames if self._moves_pages else 0
             bound = self.max_resident_bytes if self._returns else None
             self.residency.max_frames = None if bound is None else bound // self.residency.backing.frame_bytes
 
@@ -228,7 +358,7 @@ class MemoryControl:
             MAX_CACHED_TOKENS: Knob(cap, 0, pool_tokens, can_be_unbounded=True),
         }
         residency = self.residency
-        if residency is None or MODES[self.highest_mode] != "return":
+        if residency is None or MODES[self.highest_mode] not in RETURNING:
             return knobs
         ceiling = NO_BOUND if self.max_resident_bytes is None else self.max_resident_bytes
         frame_bytes, num_frames = residency.backing.frame_bytes, residency.ledger.num_frames
@@ -240,23 +370,33 @@ class MemoryControl:
                 num_frames * frame_bytes,
                 can_be_unbounded=True,
             ),
+            **self._moving_knobs(residency),
             RESERVE_FRAMES: Knob(residency.reserve_frames, 0, max(allowed - least_frames(0), 0)),
             IDLE_TRIM_SECONDS: Knob(self.idle_trim_seconds, 0, MOST_IDLE_TRIM_SECONDS, is_whole=False),
             TRIM: Knob(0, 1, 1),
         }
 
+    def _moving_knobs(self, residency: Residency) -> dict[str, Knob]:
+        if MODES[self.highest_mode] != "move":
+            return {}
+        return {FREE_FRAMES: Knob(self.free_frames, 0, residency.ledger.num_frames - least_frames(0))}
+
     def set(self, name: str, value: float) -> None:
         """Set the knob `name` to `value`, which has no complaint, and bring the server within its bounds at once."""
         bound = None if value == NO_BOUND else int(value)
         if name == MODE:
-            self._set_mode(int(value))
+            self._set_mode(min(int(value), self.highest_mode))  # lower, if a trim of the same request degraded it
         elif name == MAX_CACHED_TOKENS:
             self.max_cached_tokens = bound
         elif name == MAX_RESIDENT_BYTES:
             self.max_resident_bytes = bound
-            self._set_ceiling()
+            self._set_bounds()
         elif name == RESERVE_FRAMES and self.residency is not None:
             self.residency.reserve_frames = int(value)
+        elif name == FREE_FRAMES:
+            self.free_frames = int(value)
+            self._set_bounds()
+            self._rest = 0
         elif name == IDLE_TRIM_SECONDS:
             self.idle_trim_seconds = float(value)
             self._is_idle_trimmed = False
@@ -296,17 +436,28 @@ class MemoryControl:
             "total_bytes": residency.total_bytes,
             "committed_frames": residency.committed_frames,
             "committed_bytes": residency.committed_bytes,
-            "resident_bytes": self._resident_bytes(2.0),
+            "resident_bytes": self._resident.latest if self._fixed_pages(residency) else self._resident.now(),
             "returned_frames": residency.ledger.num_returned_frames,
             "returned_bytes": residency.returned_bytes,
             "over_ceiling_frames": residency.over_ceiling_frames,
             "trims": self.trims,
             "trim_seconds": self.trim_seconds,
             "regrown_frames": self._regrown_frames,
+            "free_frames": residency.free_frames,
         }
+        if self._reclaimer is not None:
+            state |= asdict(self._reclaimer.counts)
+            state["moves_per_slice"] = self._reclaimer.moves_per_slice
+            state["moved_bytes"] = self._moved_bytes()
         if isinstance(backing, MmapBacking):
             state["region"] = [backing.mapping.start, backing.mapping.end]
         return state | counts
+
+    def _moved_bytes(self) -> int:
+        if self._reclaimer is None or self.residency is None:
+            return 0
+        page_bytes = self.residency.backing.frame_bytes // self._geometry.pages_per_frame
+        return self._reclaimer.counts.moved_pages * page_bytes
 
     def report(self) -> None:
         """Set the metrics."""
@@ -321,12 +472,13 @@ class MemoryControl:
             counts = residency.counts
             gauges |= {
                 "committed_bytes": residency.committed_bytes,
-                "resident_bytes": self._resident_bytes(_REPORT_SECONDS),
+                "resident_bytes": self._resident.latest,
                 "returned_frames_now": residency.ledger.num_returned_frames,
                 "returned_bytes_now": residency.returned_bytes,
                 "reserve_frames": residency.reserve_frames,
                 "ceiling_bytes": 0 if ceiling is None else ceiling * residency.backing.frame_bytes,
                 "over_ceiling_frames": residency.over_ceiling_frames,
+                "free_frames_target": residency.free_frames,
             }
             totals = {
                 "returned_frames": counts.returned_frames_total,
@@ -334,20 +486,13 @@ class MemoryControl:
                 "commit_failures": counts.commit_failures,
                 "ceiling_refusals": counts.ceiling_refusals,
                 "regrown_frames": self._regrown_frames,
+                "moved_pages": 0 if self._reclaimer is None else self._reclaimer.counts.moved_pages,
+                "moved_bytes": self._moved_bytes(),
             }
         self._metrics.report(gauges, totals)
 
-    def _resident_bytes(self, seconds_old: float) -> int:
-        """What the system counts, at most so many seconds old: asking takes milliseconds."""
-        if self.residency is not None and time.monotonic() - self._resident_at > seconds_old:
-            self._resident = self.residency.backing.resident_bytes()
-            self._resident_at = time.monotonic()
-        return self._resident
-
     def _note_return(self, frames: Frames) -> None:
         self._returned_at[frames] = time.monotonic()
-        self._resident_at = -math.inf
 
     def _note_commit(self, frames: Frames) -> None:
-        self._resident_at = -math.inf
         self._regrown_frames += int((time.monotonic() - self._returned_at[frames] < REGROWN_SOON_SECONDS).sum())

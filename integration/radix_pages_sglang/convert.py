@@ -109,8 +109,13 @@ def same_slots(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def all_agree(succeeded: bool, group: torch.distributed.ProcessGroup | None) -> bool:
     """Whether every rank of `group` succeeded; each of them has to ask. Waits for the others."""
+    return bool(least(int(succeeded), group))
+
+
+def least(number: int, group: torch.distributed.ProcessGroup | None) -> int:
+    """The least `number` of all ranks of `group`; each of them has to ask. Waits for the others."""
     if group is None or torch.distributed.get_world_size(group) == 1:
-        return succeeded
-    flag = torch.tensor([succeeded], dtype=torch.int32)
-    torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN, group=group)
-    return bool(flag.item())
+        return number
+    value = torch.tensor([number], dtype=torch.int64)
+    torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN, group=group)
+    return int(value.item())

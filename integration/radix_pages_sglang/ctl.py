@@ -49,6 +49,7 @@ LABELS = {
     client.CACHED: "cap",
     client.CEILING: "ceiling",
     client.RESERVE: "reserve",
+    client.FREE: "free frames",
     client.IDLE_TRIM: "idle trim",
 }
 """What `status` and changes call the knobs that have a value."""
@@ -124,6 +125,12 @@ def reserve(context: typer.Context, frames: Annotated[str, typer.Argument(metava
     _change(context, client.RESERVE, _whole(frames, "frames"))
 
 
+@ctl.command(context_settings=MINUS_IS_A_VALUE)
+def free(context: typer.Context, frames: Annotated[str, typer.Argument(metavar="N")]) -> None:
+    """Keep N frames free and returned for a neighbour, also under load; needs mode move."""
+    _change(context, client.FREE, _whole(frames, "frames"))
+
+
 @ctl.command("idle-trim", context_settings=MINUS_IS_A_VALUE)
 def idle_trim(context: typer.Context, seconds: Annotated[str, typer.Argument(metavar="SECONDS")]) -> None:
     """Trim after SECONDS without a request; 0 is never."""
@@ -135,7 +142,7 @@ def idle_trim(context: typer.Context, seconds: Annotated[str, typer.Argument(met
 
 
 @ctl.command()
-def mode(context: typer.Context, name: Annotated[str, typer.Argument(metavar="observe|place|return")]) -> None:
+def mode(context: typer.Context, name: Annotated[str, typer.Argument(metavar="observe|place|return|move")]) -> None:
     """Lower what the server does, or raise it again.
 
     At most to the mode in which the server started.
@@ -170,6 +177,11 @@ def _memory(memory: State | None) -> dict[str, str]:
         "returned in all": f"{format_size(memory['returned_bytes_total'])}, "
         f"{_frames(memory['returned_frames_total'])}",
         "regrown soon after": _frames(memory["regrown_frames"]),
+        **(
+            {"moved": f"{format_size(memory['moved_bytes'])}, {memory['moved_pages']:,} pages"}
+            if "moved_bytes" in memory
+            else {}
+        ),
         "trims": f"{memory['trims']:,} in {memory['trim_seconds']:.3f} s",
         "commit failures": f"{memory['commit_failures']:,}",
         "ceiling refusals": f"{memory['ceiling_refusals']:,}",

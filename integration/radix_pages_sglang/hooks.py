@@ -115,7 +115,7 @@ def frame_aware(stock):
     if mapping is not None:
         from radix_pages_sglang.pool import MmapBacking
 
-        ours.back_with(MmapBacking(mapping, geometry), starts_returned=settings.mode == "return")
+        ours.back_with(MmapBacking(mapping, geometry), starts_returned=settings.gives_back)
     return ours
 
 

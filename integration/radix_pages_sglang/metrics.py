@@ -160,7 +160,7 @@ class MemoryMetrics:
         self._gauges = {
             name: make.gauge(name, text)
             for name, text in (
-                ("mode", "What the server does: 0 observe, 1 place, 2 return."),
+                ("mode", "What the server does: 0 observe, 1 place, 2 return, 3 move."),
                 ("degraded", "1 when accounts did not agree and the server fell back to observe."),
                 ("committed_bytes", "Bytes of frames that have memory; 0 where nothing is followed."),
                 ("resident_bytes", "Bytes of the KV buffers that the operating system counts; 0 where not followed."),
@@ -169,6 +169,7 @@ class MemoryMetrics:
                 ("reserve_frames", "Empty frames that stay committed against regrowth."),
                 ("ceiling_bytes", "The most bytes that may be committed; 0 without a ceiling."),
                 ("over_ceiling_frames", "Committed frames beyond the ceiling, held by something."),
+                ("free_frames_target", "Frames that are kept free for a neighbour."),
             )
         }
         self._counters = {
@@ -179,6 +180,8 @@ class MemoryMetrics:
                 ("commit_failures", "Commits that failed: requests waited or the cache was evicted instead."),
                 ("ceiling_refusals", "Times that the ceiling kept frames from being committed."),
                 ("regrown_frames", "Frames committed again within a minute of their return."),
+                ("moved_pages", "Pages moved so that frames came free."),
+                ("moved_bytes", "Bytes copied for that."),
             )
         }
         self._before = dict.fromkeys(self._counters, 0)

@@ -7,6 +7,8 @@ and, from outside, on any process of the same user. Imports neither torch nor SG
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -25,6 +27,26 @@ def resident_bytes(start: int, end: int, pid: int | str = "self") -> int:
 
 
 _MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .*\n(?:[A-Z]\w+: .*\n)*?Rss: +(\d+) kB", re.MULTILINE)
+
+
+class ResidentWatch:
+    """Reads every few seconds, on a thread of its own, what a pool occupies: while it serves, nobody should wait."""
+
+    def __init__(self, read: Callable[[], int], every_seconds: float) -> None:
+        self._read = read
+        self._every = every_seconds
+        self.latest = read()
+        threading.Thread(target=self._watch, daemon=True, name="radix-pages-resident").start()
+
+    def _watch(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(self._every):
+            self.latest = self._read()
+
+    def now(self) -> int:
+        """Read at once, which may take milliseconds."""
+        self.latest = self._read()
+        return self.latest
 
 
 def process_resident_bytes(pid: int | str = "self") -> int:

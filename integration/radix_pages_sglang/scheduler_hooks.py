@@ -26,6 +26,7 @@ def register() -> None:
     HookRegistry.register(f"{_SCHEDULER}.get_next_batch_to_run", _step, HookType.BEFORE)
     HookRegistry.register(f"{_SCHEDULER}._poll_timeout_aborts", _add_idle_trim, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.init_request_dispatcher", _dispatch_idle_trims, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}.maybe_sleep_on_idle", _sleep, HookType.AROUND)
     HookRegistry.register(_UPDATE_HANDLERS, _add_knobs, HookType.AFTER)
     HookRegistry.register(f"{_WEIGHT_UPDATER}.release_memory_occupation", _release, HookType.AROUND)
 
@@ -48,6 +49,13 @@ def _add_idle_trim(local_requests, scheduler):
     from radix_pages_sglang.control import IdleTrim
 
     return [*local_requests, IdleTrim()]
+
+
+def _sleep(sleep, scheduler):
+    """A trim that goes on in slices keeps an idle scheduler awake."""
+    control = control_of(scheduler)
+    if control is None or not control.is_working:
+        sleep(scheduler)
 
 
 def _dispatch_idle_trims(_, scheduler):

@@ -87,7 +87,7 @@ WITH_A_BACKING = (
     ),
     Option("pp_size", "the stages of a pipeline would have to agree on every frame", (1,), "Set --pp-size 1"),
 )
-"""Refused where memory is given back (RADIX_PAGES_MODE=return, or RADIX_PAGES_BACKING=mmap)."""
+"""Refused where memory is given back (RADIX_PAGES_MODE=return or move, or RADIX_PAGES_BACKING=mmap)."""
 
 
 def check(ctx: TreeCacheBuildContext) -> None:
@@ -159,7 +159,7 @@ def check_settings(option: Callable[[str], Any]) -> None:
 
     settings = Settings.from_environment()
     device = option("device")
-    if settings.mode == "return" or settings.backing == "mmap":
+    if settings.gives_back or settings.backing == "mmap":
         check_options(option, WITH_A_BACKING)
         if device is not None:
             settings.backing_on(str(device))

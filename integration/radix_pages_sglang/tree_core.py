@@ -27,9 +27,10 @@ from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import (
 )
 
 from radix_pages.check import disagreements
+from radix_pages.frame_planner import FramePlan
 from radix_pages.node import Node
 from radix_pages.order import LeafQueue, make_order
-from radix_pages.planner import plan_pages
+from radix_pages.planner import Plan, plan_pages
 from radix_pages.reclaim import reclaim
 from radix_pages.results import Removal, TreeError
 from radix_pages.tree import RadixTree
@@ -211,7 +212,11 @@ class RadixPagesTreeCore(DeviceOnlyTreeCore):
 
     def evict_tokens(self, num_tokens: int) -> Evicted:
         """Evict `num_tokens` tokens, rounded up to pages, or all that is evictable; the caller frees the slots."""
-        removals = reclaim(self.tree, plan_pages(self.leaves, self.geometry.pages_to_hold(num_tokens)))
+        return self.carry_out(plan_pages(self.leaves, self.geometry.pages_to_hold(num_tokens)))
+
+    def carry_out(self, plan: Plan | FramePlan) -> Evicted:
+        """Evict what `plan` says; the caller frees the slots."""
+        removals = reclaim(self.tree, plan)
         self._report(removals)
         num_pages = sum(removal.num_pages for removal in removals)
         slots = convert.concatenated([removal.payload for removal in removals], self.device)

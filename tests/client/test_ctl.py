@@ -71,7 +71,7 @@ def test_a_change_is_sent_once_and_what_is_in_force_is_read_back(server, argv, c
         (["idle-trim", "-1"], "-1 seconds is out of range: 0 (never) to 86,400 seconds"),
         (["idle-trim", "nan"], "nan seconds is out of range: 0 (never) to 86,400 seconds"),
         (["idle-trim", "soon"], "soon is not a number of seconds"),
-        (["mode", "move"], "move is not a mode: choose one of observe, place, return"),
+        (["mode", "evict"], "evict is not a mode: choose one of observe, place, return, move"),
     ],
 )
 def test_what_is_out_of_range_is_refused_unsent_with_the_range(server, argv, line):

@@ -1,0 +1,174 @@
+"""Moving cached pages so that whole frames come free: frame plans, carried out in slices between batches.
+
+Only unlocked nodes move. No request reads them: waiting and retracted requests hold no rows, a running one locks what
+it reads, and slots are taken off a path only after it was locked. On a CPU no forward is under way between batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.memory_pool import move_kv_cache_native
+
+from radix_pages.frame_planner import FrameNeed, FramePlan, plan_frames
+from radix_pages.reclaim import Moves
+from radix_pages_sglang import convert
+
+if TYPE_CHECKING:
+    from radix_pages.ledger import Pages
+    from radix_pages.node import Node
+    from radix_pages.placement import Placement
+    from radix_pages.units import Geometry
+    from radix_pages_sglang.cache import RadixPagesCache
+
+MOST_REPLANS = 8
+"""So often in a row a plan may be overtaken by what requests do before the need is dropped."""
+
+
+class PoolMover:
+    """`radix_pages.reclaim.Mover` for a pool of key and value buffers with a row a slot."""
+
+    def __init__(self, kvcache, geometry: Geometry) -> None:
+        self._kvcache = kvcache
+        self._geometry = geometry
+        self._places = np.arange(geometry.page_size)
+
+    def pages_of(self, nodes: Sequence[Node]) -> Pages:
+        slots = torch.cat([node.payload for node in nodes])
+        return self._geometry.page_of(convert.host_array(slots)[:: self._geometry.page_size])
+
+    def copy(self, sources: Pages, targets: Pages) -> None:
+        move_kv_cache_native(
+            self._kvcache.k_buffer, self._kvcache.v_buffer, self._slots(targets), self._slots(sources)
+        )
+
+    def repointed(self, payload: torch.Tensor, sources: Pages, targets: Pages) -> torch.Tensor:
+        pages = self._geometry.page_of(convert.cpu_array(payload)[:: self._geometry.page_size])
+        by_page = np.argsort(sources)
+        place = by_page[np.minimum(np.searchsorted(sources[by_page], pages), len(sources) - 1)]
+        return self._slots(np.where(sources[place] == pages, targets[place], pages))
+
+    def _slots(self, pages: Pages) -> torch.Tensor:
+        return torch.from_numpy((self._geometry.first_slot(pages)[:, None] + self._places).ravel())
+
+
+@dataclass(slots=True)
+class MovingCounts:
+    """Totals since start. A plan is void when what it was made for changed before its last slice.
+
+    `longest_step_seconds` is the longest that one step kept the scheduler from its next batch: a plan with its
+    evictions and a slice of moves, or a slice.
+    """
+
+    plans: int = 0
+    void_plans: int = 0
+    moved_pages: int = 0
+    plan_seconds: float = 0.0
+    move_seconds: float = 0.0
+    longest_step_seconds: float = 0.0
+
+
+class Reclaimer:
+    """Meets one need for frames at a time, a slice of moves a step.
+
+    `moves_per_slice` is the budget in pages: measured once, at start, and the least of all ranks'. `same` raises
+    when a number is not the same on every rank (RADIX_PAGES_CHECK_RANKS=1), and does nothing otherwise.
+    """
+
+    def __init__(
+        self,
+        cache: RadixPagesCache,
+        mover: PoolMover,
+        placement: Callable[[], Placement],
+        moves_per_slice: int,
+        same: Callable[[int], None],
+    ) -> None:
+        self._cache = cache
+        self._mover = mover
+        self._placement = placement
+        self._same = same
+        self.moves_per_slice = moves_per_slice
+        self.counts = MovingCounts()
+        self._need: FrameNeed | None = None
+        self._moves: Moves | None = None
+        self._replans = 0
+        self.fell_short = False
+
+    @property
+    def is_working(self) -> bool:
+        return self._need is not None
+
+    def aim(self, need: FrameNeed) -> None:
+        """Work on `need` from now on, in place of what was worked on before."""
+        self._need, self._moves, self._replans = need, None, 0
+
+    def drop(self) -> None:
+        """Work on nothing any more; what has moved stays where it is."""
+        self._need = self._moves = None
+
+    def step(self) -> bool:
+        """Plan, or move a slice; whether the need is met as far as it can be, or was dropped."""
+        if self._need is None:
+            return True
+        begin = time.perf_counter()
+        if self._moves is None:
+            self._moves = self._begin(self._need)
+        start = time.perf_counter()
+        self.counts.moved_pages += self._moves.step(self.moves_per_slice)
+        end = time.perf_counter()
+        self.counts.move_seconds += end - start
+        self.counts.longest_step_seconds = max(self.counts.longest_step_seconds, end - begin)
+        if not self._moves.is_done:
+            return False
+        is_void, self._moves = self._moves.is_stale, None
+        if is_void:
+            self.counts.void_plans += 1
+            self._replans += 1
+        if is_void and self._replans <= MOST_REPLANS:
+            return False
+        self.fell_short |= is_void
+        self._need = None
+        return True
+
+    def _begin(self, need: FrameNeed) -> Moves:
+        """Make a plan and carry out its evictions."""
+        start = time.perf_counter()
+        core, placement = self._cache.tree_core, self._placement()
+        plan = plan_frames(core.leaves, placement.ledger, need, self._mover.pages_of)
+        self._same(digest(plan))
+        self.fell_short = plan.shortfall_frames > 0
+        self._cache.evict_planned(plan)
+        self.counts.plans += 1
+        moves = Moves(core.tree, placement, self._mover, plan)
+        self.counts.plan_seconds += time.perf_counter() - start
+        return moves
+
+
+def digest(plan: FramePlan) -> int:
+    """A number that is the same for the same plan, on every rank."""
+    parts: list[Any] = [
+        plan.sources,
+        plan.targets,
+        plan.frames,
+        np.array([(eviction.leaf.id, eviction.span.start) for eviction in plan.evictions], dtype=np.int64),
+    ]
+    hashed = hashlib.blake2b(b"".join(part.astype(np.int64).tobytes() + b"|" for part in parts), digest_size=7)
+    return int.from_bytes(hashed.digest(), "big")
+
+
+def moves_in(mover: PoolMover, geometry: Geometry, seconds: float) -> int:
+    """How many pages one call can copy in that time, at least one; tried on the free pages of frame 0."""
+    pages = np.arange(1, max(geometry.pages_per_frame, 2))[:8]
+    mover.copy(pages, pages)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        mover.copy(pages, pages)
+        times.append(time.perf_counter() - start)
+    return max(int(seconds * len(pages) / min(times)), 1)
