@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,13 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 import radix_pages_sglang
+from radix_pages.units import Geometry
+from radix_pages_sglang.allocator import RadixPagesPagedAllocator, RadixPagesTokenAllocator
 from radix_pages_sglang.cache import RadixPagesCache
+from radix_pages_sglang.config import Settings, frame_geometry
+from radix_pages_sglang.hooks import row_bytes
+from radix_pages_sglang.pool import MmapBacking, create_buffers
+from tests.core.backings import PretendBacking
 
 OURS = "radix_pages"
 STOCK = ("python", "rust")
@@ -236,15 +242,20 @@ def build(
     dynamo: bool = False,
     rows: int = 16,
     num_drafts: int = 0,
+    head_dim: int = 1,
+    exchange: Callable = lambda allocator: allocator,
 ) -> Cache:
-    """A cache of `backend` over SGLang's own pools; ours under our controller, the others under SGLang's."""
+    """A cache of `backend` over SGLang's own pools; ours under our controller, the others under SGLang's.
+
+    `exchange` gives the allocator that takes the place of SGLang's.
+    """
     kv_pools = tuple(
         MHATokenToKVPool(
             size=pool_tokens,
             page_size=page_size,
             dtype=torch.float64,
             head_num=1,
-            head_dim=1,
+            head_dim=head_dim,
             layer_num=1,
             device="cpu",
             enable_memory_saver=False,
@@ -256,6 +267,7 @@ def build(
         allocator = TokenToKVPoolAllocator(pool_tokens, **common)
     else:
         allocator = PagedTokenToKVPoolAllocator(pool_tokens, page_size=page_size, **common)
+    allocator = exchange(allocator)
     requests = ReqToTokenPool(size=rows, max_context_len=pool_tokens, device="cpu", enable_memory_saver=False)
     params = CacheInitParams(
         disable=False,
@@ -275,6 +287,40 @@ def build(
     tree = controller(params)
     tree.take_events()  # building a cache announces that it is empty
     return Cache(tree, allocator, requests, pool_tokens, page_size, is_eagle, kv_pools)
+
+
+def returning(
+    *,
+    page_size: int = 4,
+    frame_pages: int = 2,
+    pretended: bool = False,
+    rows: int = 16,
+    pool_tokens: int,
+    mode: str = "return",
+    **settings,
+) -> Cache:
+    """A cache of ours in mode return whose memory is all returned but for frame 0 and the reserve.
+
+    Backed by the operating system, or by a PretendBacking. `settings` are those of the environment.
+    """
+    settings = Settings(mode=mode, frame_tokens=page_size * frame_pages, **settings)
+
+    def exchange(stock):
+        kind = RadixPagesTokenAllocator if page_size == 1 else RadixPagesPagedAllocator
+        pool = stock.get_kvcache()
+        if pretended:
+            geometry = Geometry(page_size, pages_per_frame=frame_pages)
+            backing = PretendBacking(geometry, pool_tokens // page_size)
+        else:
+            geometry = frame_geometry(settings, page_size, row_bytes(pool), on_cuda=False, is_backed=True)
+            backing = MmapBacking(create_buffers(pool), geometry)
+        allocator = kind(stock, geometry, settings)
+        allocator.back_with(backing, starts_returned=True)
+        return allocator
+
+    # Keys and values of a frame then fill an operating-system page each, at least.
+    head_dim = 1 if pretended else 512 // (page_size * frame_pages)
+    return build(OURS, page_size=page_size, pool_tokens=pool_tokens, rows=rows, head_dim=head_dim, exchange=exchange)
 
 
 class Request:

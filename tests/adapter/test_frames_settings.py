@@ -24,8 +24,22 @@ def pages_per_frame(page_size, rows, *, on_cuda=False, **settings):
 # what the environment says
 
 
-def test_an_empty_environment_packs_and_leaves_the_frame_to_the_pool():
-    assert Settings.from_environment({}) == Settings(placement="pack", frame_tokens=None, frame_bytes=None)
+def test_an_empty_environment_leaves_placement_to_the_mode_and_the_frame_to_the_pool():
+    assert Settings.from_environment({}) == Settings(placement=None, frame_tokens=None, frame_bytes=None)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "mode", "rule"),
+    [
+        (None, "observe", "stock"),
+        (None, "place", "pack"),
+        (None, "return", "pack"),
+        ("stock", "place", "stock"),
+        ("pack", "observe", "pack"),
+    ],
+)
+def test_without_a_choice_observing_keeps_sglangs_order_and_the_other_modes_pack(chosen, mode, rule):
+    assert Settings(placement=chosen).placement_in(mode) == rule
 
 
 def test_every_setting_is_read():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -149,7 +150,7 @@ class PretendBacking:
         assert frames.dtype.kind == "i"
         named = frames.tolist()
         assert named, "a call that names no frame"
-        assert all(one < other for one, other in zip(named, named[1:], strict=False)), f"{named} do not ascend"
+        assert all(one < other for one, other in itertools.pairwise(named)), f"{named} do not ascend"
         assert 0 <= named[0] <= named[-1] < self.num_frames, (
             f"{named} are not among frames 0 to {self.num_frames - 1}"
         )
