@@ -182,10 +182,7 @@ class MemoryControl:
 
     def _return_empty(self, residency: Residency) -> None:
         start = time.perf_counter()
-        try:
-            residency.trim()
-        except OSError as error:  # the frames are marked as returned and nobody uses them: only the memory stays
-            self._degrade(f"memory could not be given back: {error}")
+        self._give_back(residency)
         self._reconcile(residency)
         seconds = time.perf_counter() - start
         self.trims += 1
@@ -193,6 +190,20 @@ class MemoryControl:
         if self._metrics is not None:
             self._metrics.trim_seconds.observe(seconds)
             self.report()
+
+    def _give_back(self, residency: Residency, keep_committed: int | None = None) -> None:
+        """`Residency.trim`; where the system refuses, on any rank, all fall back to observe.
+
+        Frames that could not be given back are marked as returned all the same: nobody uses them, only the memory
+        stays.
+        """
+        returned, refusal = residency.ledger.num_returned_frames, ""
+        try:
+            residency.trim(keep_committed)
+        except OSError as error:
+            refusal = f"memory could not be given back: {error}"
+        if residency.ledger.num_returned_frames != returned and not self._agree(not refusal):
+            self._degrade(refusal or "another rank could not give memory back")
 
     def is_idle_trim_due(self, is_idle: bool) -> bool:
         """Whether nothing has run for so long that empty frames go back. Rank 0 asks and tells the others."""
@@ -206,6 +217,14 @@ class MemoryControl:
             return False
         self._is_idle_trimmed = True
         return True
+
+    @property
+    def has_ceiling(self) -> bool:
+        return self.residency is not None and self.residency.max_frames is not None
+
+    def fits_alone(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens can ever be served below the ceiling."""
+        return self._allocator.fits_alone(num_tokens)
 
     @property
     def watches_idleness(self) -> bool:
@@ -255,7 +274,7 @@ class MemoryControl:
         lacking = target - (residency.ledger.num_frames - residency.committed_frames)
         if self._reclaimer is None or self._reclaimer.is_working or lacking <= target // 8:
             return
-        residency.trim(residency.ledger.num_frames - target)
+        self._give_back(residency, residency.ledger.num_frames - target)
         if target > residency.ledger.num_returned_frames:
             self._reclaimer.aim(FreeFrames(target - residency.ledger.num_returned_frames))
 
@@ -270,7 +289,7 @@ class MemoryControl:
             self._return_empty(residency)
             return
         keep = residency.ledger.num_frames - residency.free_frames
-        residency.trim(keep if residency.max_frames is None else min(keep, residency.max_frames))
+        self._give_back(residency, keep if residency.max_frames is None else min(keep, residency.max_frames))
         self._check_ownership(residency)
 
     def _fixed_pages(self, residency: Residency) -> int:
@@ -289,7 +308,7 @@ class MemoryControl:
 
         What requests and sessions hold stays; it is looked at again when something was released or evicted.
         """
-        residency.trim(keep_committed=residency.max_frames)
+        self._give_back(residency, residency.max_frames)
         if self._reclaimer is not None and self._moves_pages and residency.max_frames is not None:
             if residency.over_ceiling_frames and not self._reclaimer.is_working and not self._rest:
                 self._reclaimer.aim(HeldFrames(residency.max_frames))
@@ -300,7 +319,7 @@ class MemoryControl:
             if not evicted:
                 return
             self.capped_tokens += evicted
-            residency.trim(keep_committed=residency.max_frames)
+            self._give_back(residency, residency.max_frames)
 
     def _reconcile(self, residency: Residency) -> None:
         """Hold ledger, placement and the system's count against each other.

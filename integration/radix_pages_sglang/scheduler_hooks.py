@@ -24,7 +24,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_SCHEDULER}.get_next_batch_to_run", _step, HookType.BEFORE)
-    HookRegistry.register(f"{_SCHEDULER}._poll_timeout_aborts", _add_idle_trim, HookType.AFTER)
+    HookRegistry.register(f"{_SCHEDULER}._poll_timeout_aborts", _add_decisions, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.init_request_dispatcher", _dispatch_idle_trims, HookType.AFTER)
     HookRegistry.register(f"{_SCHEDULER}.maybe_sleep_on_idle", _sleep, HookType.AROUND)
     HookRegistry.register(_UPDATE_HANDLERS, _add_knobs, HookType.AFTER)
@@ -41,14 +41,34 @@ def _step(scheduler, *args, **kwargs) -> None:
         control.step()
 
 
-def _add_idle_trim(local_requests, scheduler):
-    """On the rank that hands input to the others, once an iteration: a trim rides along like a request."""
+def _add_decisions(local_requests, scheduler):
+    """On the rank that hands input to the others, once an iteration: what it decides rides along like a request."""
     control = control_of(scheduler)
-    if control is None or not control.watches_idleness or not control.is_idle_trim_due(scheduler.is_fully_idle()):
+    if control is None:
         return local_requests
-    from radix_pages_sglang.control import IdleTrim
+    if control.watches_idleness and control.is_idle_trim_due(scheduler.is_fully_idle()):
+        from radix_pages_sglang.control import IdleTrim
 
-    return [*local_requests, IdleTrim()]
+        local_requests = [*local_requests, IdleTrim()]
+    if control.has_ceiling:
+        local_requests = [*local_requests, *_hopeless(scheduler, control)]
+    return local_requests
+
+
+def _hopeless(scheduler, control: MemoryControl) -> list:
+    """Aborts for requests that would wait for ever, because a ceiling was lowered after they were let in: the one
+    that is prefilled chunk by chunk, and the first that waits."""
+    from sglang.srt.managers.io_struct import AbortReq
+
+    message = "The ceiling on KV memory was lowered; this request does not fit below it."
+    reason = {"type": "abort", "status_code": 503, "message": message}
+    return [
+        AbortReq(rid=request.rid, abort_message=message, finished_reason=reason)
+        for request in (scheduler.chunked_req, *scheduler.waiting_queue[:1])
+        if request is not None
+        and request.to_finish is None
+        and not control.fits_alone(len(request.origin_input_ids) + len(request.output_ids))
+    ]
 
 
 def _sleep(sleep, scheduler):

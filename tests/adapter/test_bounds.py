@@ -589,12 +589,12 @@ def test_idleness_is_watched_where_memory_can_be_returned():
 def test_the_trim_rides_along_with_the_requests_of_rank_0(clock):
     c = returning(idle_trim_seconds=5.0)
     scheduler = SimpleNamespace(tree_cache=c.tree, is_fully_idle=lambda: True)
-    assert scheduler_hooks._add_idle_trim(["r"], scheduler) == ["r"]
+    assert scheduler_hooks._add_decisions(["r"], scheduler) == ["r"]
     clock.seconds += 5
-    assert scheduler_hooks._add_idle_trim(["r"], scheduler) == ["r", IdleTrim()]
+    assert scheduler_hooks._add_decisions(["r"], scheduler) == ["r", IdleTrim()]
     scheduler.is_fully_idle = lambda: False
-    assert scheduler_hooks._add_idle_trim(["r"], scheduler) == ["r"]
-    assert scheduler_hooks._add_idle_trim(["r"], SimpleNamespace(tree_cache=None)) == ["r"]
+    assert scheduler_hooks._add_decisions(["r"], scheduler) == ["r"]
+    assert scheduler_hooks._add_decisions(["r"], SimpleNamespace(tree_cache=None)) == ["r"]
 
 
 # modes

@@ -106,6 +106,28 @@ def test_a_ceiling_that_is_lifted_and_lowered_under_load_is_kept_again_when_requ
     assert complaints(bounded) == []
 
 
+def test_requests_that_a_lowered_ceiling_leaves_no_room_for_end_with_an_error_and_block_nobody(bounded):
+    """They were let in before: some wait, one is being prefilled chunk by chunk."""
+    set_knob(bounded, MAX_RESIDENT_BYTES, NO_BOUND)
+
+    def outcome(first: int) -> int:
+        try:
+            bounded.generate([1_000 + first] * 3_500, 64)
+        except HTTPError as error:
+            return error.code
+        return 200
+
+    with ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(outcome, first) for first in range(6)]
+        time.sleep(0.3)
+        set_knob(bounded, MAX_RESIDENT_BYTES, QUARTER)
+        codes = [future.result(timeout=60) for future in running]
+    assert set(codes) - {200} <= {400, 500, 503}
+    assert codes.count(200) < 6
+    assert bounded.generate("who is next?", 4)["text"]
+    assert complaints(bounded) == []
+
+
 FAILING = """
 import os
 import random
