@@ -98,7 +98,7 @@ class Moves:
             return False
         try:
             return all(
-                self._tree.node(node_id) is node and not node.locks and node.payload is self._payloads[node_id]
+                self._tree.node(node_id) is node and not node.locks and node.payload is self._payloads.get(node_id)
                 for node_id, node in nodes.items()
             )
         except UnknownNodeError:

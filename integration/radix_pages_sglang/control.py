@@ -46,7 +46,7 @@ CHECK_RANKS = "RADIX_PAGES_CHECK_RANKS"
 """Environment variable: with `1`, the plans of all ranks are compared, which waits for the others at each."""
 
 REGROWN_SOON_SECONDS = 60.0
-LEAST_REST, MOST_REST = 8, 256
+LEAST_REST, MOST_REST = 8, 64
 """Steps between one plan for free frames or a ceiling and the next; more and more while plans fall short."""
 
 _REPORT_SECONDS = 5.0

@@ -118,7 +118,7 @@ def test_a_page_that_is_in_the_free_list_twice_is_what_sglangs_check_bites_on(tm
 @pytest.fixture(scope="module", params=[Frames(16, 1), Frames(1, 4), Frames(16, 64), Frames(1, 128)], ids=str)
 def loaded(request) -> Iterator[Loaded]:
     frames = request.param
-    environment = {**STRICT, "RADIX_PAGES_FRAME_TOKENS": str(frames.tokens)}
+    environment = {**STRICT, "RADIX_PAGES_FRAME_TOKENS": str(frames.tokens), "RADIX_PAGES_MODE": "place"}
     with serving(tiny_llama(), *arguments(frames.page_size), env=environment) as server:
         server.chat("warm up", max_tokens=4)
         fresh = state(server)
@@ -171,7 +171,7 @@ def test_the_start_up_log_states_tokens_pages_and_bytes_of_a_frame(loaded):
     assert len(said) == 1
     assert f"{frames.pages} pages of {frames.page_size} tokens: {frames.tokens} tokens" in said[0]
     assert f"{frames.tokens * SLOT_BYTES} bytes over {2 * TINY_LLAMA['num_hidden_layers']} buffers" in said[0]
-    assert "placement pack" in said[0]
+    assert "mode place, placement pack, backing none" in said[0]
 
 
 METRICS = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,9 +12,10 @@ import pytest
 from radix_pages_sglang.control import CHECK_RANKS, FREE_FRAMES, MAX_CACHED_TOKENS, NO_BOUND, TRIM
 from radix_pages_sglang.cpu_engine.checkpoints import smollm2_checkpoint, tiny_llama
 from radix_pages_sglang.local_server import Server, reply, serving
+from radix_pages_sglang.resident import process_resident_bytes
 from tests.engine.load import chat_load
 from tests.engine.test_absent import plugin
-from tests.engine.test_frames import STRICT, arguments, complaints, state
+from tests.engine.test_frames import SLOT_BYTES, STRICT, arguments, complaints, state
 from tests.engine.test_return import resident, set_knob, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -137,42 +137,77 @@ def test_a_real_model_says_the_same_when_its_cache_moves_between_every_two_turns
         assert complaints(ours) == []
 
 
-TWO_RANKS = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent", CHECK_RANKS: "1"}
-
-
-OTHER_PLAN = """
+ON_ONE_RANK = """
 import os
 
 
 def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register("radix_pages_sglang.pool.MmapBacking.commit", commit, HookType.AROUND)
     HookRegistry.register("radix_pages_sglang.moving.digest", digest, HookType.AFTER)
 
 
-def digest(number, plan):
+def says(what):
     import torch
 
-    return number + 1 if torch.distributed.get_rank() and os.path.exists(os.environ["OTHER_PLAN"]) else number
+    told = os.environ["ON_ONE_RANK"]
+    return torch.distributed.get_rank() == 1 and os.path.exists(told) and open(told).read() == what
+
+
+calls = 0
+
+
+def commit(original, backing, frames):
+    from radix_pages.backing import CommitError
+
+    global calls
+    calls += 1
+    if says("fail") and calls % 3 == 0:
+        raise CommitError("no memory, says the test")
+    return original(backing, frames)
+
+
+def digest(number, plan):
+    return number + 1 if says("differ") else number
 """
 
 
-def test_two_ranks_make_the_same_plans_and_a_difference_stops_them(tmp_path):
-    """The plans are compared at every trim; a server that would go on with two of them says so and ends."""
-    planted = tmp_path / "now"
-    environment = {**MOVE, **TWO_RANKS, **plugin(tmp_path, "other_plan", OTHER_PLAN), "OTHER_PLAN": str(planted)}
-    with serving(tiny_llama(), *arguments(16), "--tp", "2", "--sleep-on-idle", env=environment) as server:
-        chat_load(server, talks=8)
+def test_two_ranks_stay_alike_and_a_difference_between_their_plans_stops_them(tmp_path):
+    """A commit that fails on one rank fails on both, memory leaves both, and rank 0's idle trim is done by both."""
+    told = tmp_path / "told"
+    environment = {
+        **{**MOVE, "RADIX_PAGES_IDLE_TRIM_SECONDS": "2", CHECK_RANKS: "1", "ON_ONE_RANK": str(told)},
+        **plugin(tmp_path, "on_one_rank", ON_ONE_RANK),
+        **{"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "/nonexistent"},
+    }
+    size = ("--max-total-tokens", "65536", "--tp", "2", "--sleep-on-idle")
+    with serving(tiny_llama(), *arguments(16), *size, env=environment) as server:
+        told.write_text("fail")
         with trimming_every_second(server):
             chat_load(server, talks=16)
+        told.write_text("")
+        assert state(server)["memory"]["commit_failures"] > 0  # rank 0's account of what failed on rank 1
+        set_knob(server, MAX_CACHED_TOKENS, NO_BOUND)
+        set_knob(server, FREE_FRAMES, 0)
+        for first in range(24):
+            server.generate([1000 + first] * 1500, 1)
+        ranks = sorted(server.processes(), key=process_resident_bytes)[-2:]
+        full = [process_resident_bytes(pid) for pid in ranks]
+        held = state(server)["held_pages"] * 16 * SLOT_BYTES // 2  # each rank has half of the heads
+        assert held > 4 << 20
         set_knob(server, MAX_CACHED_TOKENS, 1_000)
+        set_knob(server, MAX_CACHED_TOKENS, NO_BOUND)
         trimmed(server)
+        for pid, before in zip(ranks, full, strict=True):
+            assert before - process_resident_bytes(pid) > 0.8 * held
         assert trims_and_moves(server)[1] > 0
+        chat_load(server, talks=2)
+        trims, _ = trims_and_moves(server)
+        wait_until(lambda: trims_and_moves(server)[0] > trims)
+        assert server.generate("still there?", 4)["text"]
         assert complaints(server) == []
-        planted.touch()
+        told.write_text("differ")
         set_knob(server, TRIM, 1)
-        deadline = time.monotonic() + 60
-        while "planned different moves" not in server.log_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+        wait_until(lambda: "planned different moves" in server.log_text(), 60)
         wait_until(lambda: server.process.poll() is not None, 60)
