@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """What trims and moves under load cost the requests: gaps between tokens, with them and without, on real servers.
 
-Two servers of a tiny Llama (random weights), one in mode move that keeps a quarter of its frames free for a neighbour
-and is told every second to cut a tenth off its cache and to pack what is left, one that observes. The same chats go to both, in turns, 8 at a time, streamed; a
-burst's gaps between tokens give its median and its 99th percentile. Reported: the ratio of the 99th percentiles over
-the pairs with its 95% interval, and the longest time that one step of planning or moving kept the scheduler.
+Two servers of a tiny Llama (random weights): one in mode move that keeps a quarter of its frames free for a neighbour
+and is told every second to cut a tenth off its cache and to pack what is left, and one that observes. The same chats
+go to both, in turns, 8 at a time, streamed; a burst's gaps between tokens give its median and its 99th percentile.
+Reported: the ratio of the 99th percentiles over the pairs with its 95% interval, and the longest time that one step of
+planning or moving kept the scheduler.
 
 Writes scripts/results/served_trims.txt and .json, which under_load.py --served takes; --json prints the object.
 """
@@ -119,8 +120,8 @@ def main() -> None:
         numbers |= {key: round(mean, 4), f"{key}_interval": [round(low, 4), round(high, 4)]}
     numbers["longest_stall_ms"] = round(1000 * memory["longest_step_seconds"], 3)
     lines.append(
-        f"{memory['trims']} trims, {memory['plans']} plans ({memory['void_plans']} void), {memory['moved_pages']} pages"
-        f" moved, {memory['moves_per_slice']} at most a slice; longest step {numbers['longest_stall_ms']} ms"
+        f"{memory['trims']} trims, {memory['plans']} plans ({memory['void_plans']} void), {memory['moved_pages']} "
+        f"pages moved, {memory['moves_per_slice']} at most a slice; longest step {numbers['longest_stall_ms']} ms"
     )
     numbers |= {name: memory[name] for name in ("plans", "void_plans", "moved_pages", "moves_per_slice", "trims")}
     print("\n".join(lines))
