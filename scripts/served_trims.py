@@ -4,8 +4,8 @@
 Two servers of a tiny Llama (random weights): one in mode move that keeps a quarter of its frames free for a neighbour
 and is told every second to cut a tenth off its cache and to pack what is left, and one that observes. The same chats
 go to both, in turns, 8 at a time, streamed; a burst's gaps between tokens give its median and its 99th percentile.
-Reported: the ratio of the 99th percentiles over the pairs with its 95% interval, and the longest time that one step of
-planning or moving kept the scheduler.
+Reported: the ratio of the 99th percentiles over the pairs with its 95% interval, and the longest time that one step
+of planning or moving kept the scheduler.
 
 Writes scripts/results/served_trims.txt and .json, which under_load.py --served takes; --json prints the object.
 """
