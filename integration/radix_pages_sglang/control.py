@@ -175,7 +175,7 @@ class MemoryControl:
         if self.residency is None or not self._returns:
             return
         if self._reclaimer is not None and self._moves_pages:
-            self._reclaimer.aim(CachedPages(self._allocator.geometry.whole_pages(self._cache.evictable_size())))
+            self._reclaimer.aim(CachedPages(self.residency.ledger.num_pages))  # whatever is cached by then stays
             self._is_trimming = True
             return
         self._return_empty(self.residency)
@@ -275,7 +275,7 @@ class MemoryControl:
         if self._reclaimer is None or self._reclaimer.is_working or lacking <= target // 8:
             return
         self._give_back(residency, residency.ledger.num_frames - target)
-        if target > residency.ledger.num_returned_frames:
+        if self._moves_pages and target > residency.ledger.num_returned_frames:
             self._reclaimer.aim(FreeFrames(target - residency.ledger.num_returned_frames))
 
     def _work(self, residency: Residency) -> None:
@@ -353,11 +353,14 @@ class MemoryControl:
             self._set_mode(0)
 
     def _set_mode(self, mode: int) -> None:
+        if mode == self.mode:  # another placement would not know of pages on their way
+            return
         self.mode = mode
         self._allocator.use_placement(self._allocator.settings.placement_in(MODES[mode]))
         self._set_bounds()
         if self._reclaimer is not None and not self._moves_pages:
             self._reclaimer.drop()
+            self._is_trimming = False
 
     def _set_bounds(self) -> None:
         """Tell the residency what holds in this mode."""

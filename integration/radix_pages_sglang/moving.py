@@ -163,8 +163,8 @@ def digest(plan: FramePlan) -> int:
 
 
 def moves_in(mover: PoolMover, geometry: Geometry, seconds: float) -> int:
-    """How many pages one call can copy in that time, at least one; tried on the free pages of frame 0."""
-    pages = np.arange(1, max(geometry.pages_per_frame, 2))[:8]
+    """How many pages one call can copy in that time, at least one; tried on pages of frame 0, each onto itself."""
+    pages = np.arange(geometry.pages_per_frame)[:8]
     mover.copy(pages, pages)
     times = []
     for _ in range(5):

@@ -10,9 +10,10 @@ import itertools
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.mem_cache.allocation import alloc_paged_token_slots_extend, alloc_token_slots
@@ -100,6 +101,7 @@ class Cache:
     is_eagle: bool
     kv_pools: tuple[MHATokenToKVPool, ...]
     """The target model's KV first, then draft models' KV in the same slots."""
+    _rows_of_buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @property
     def core(self):
@@ -204,27 +206,35 @@ class Cache:
     # -- KV --
 
     def compute(self, slots: torch.Tensor, tokens: Sequence[int], namespace: Namespace = PLAIN, start: int = 0):
-        """Stand-in for a forward: leave the marks of `tokens[start:]` in `slots`, in every KV pool."""
+        """Stand-in for a forward: leave the marks of `tokens[start:]` in `slots`, in every KV buffer."""
         marks = torch.tensor(prefix_marks(tokens, namespace)[start:], dtype=torch.float64)
-        for number, pool in enumerate(self.kv_pools):
-            pool.get_key_buffer(0)[slots, 0, 0] = marks + number
-            pool.get_value_buffer(0)[slots, 0, 0] = -marks - number
+        for buffer, row in self._buffers():
+            buffer[slots] = marks[:, None, None] + row
 
     def holds_computed_kv(self, tokens: Sequence[int], namespace: Namespace = PLAIN) -> bool:
         """Whether the cached prefix of `tokens` leads to the slots where exactly that prefix was computed."""
         length, node_id, _ = self.core.match_full_device_prefix(self.key(tokens, namespace))
         slots = self.core.collect_full_device_indices(node_id, self.core.root_node_handle())[:length]
-        marks = torch.tensor(prefix_marks(tokens, namespace)[:length], dtype=torch.float64)
-        return all(
-            torch.equal(pool.get_key_buffer(0)[slots, 0, 0], marks + number)
-            and torch.equal(pool.get_value_buffer(0)[slots, 0, 0], -marks - number)
-            for number, pool in enumerate(self.kv_pools)
-        )
+        return self.marks_of(slots) == prefix_marks(tokens, namespace)[:length]
 
     def marks_of(self, slots: torch.Tensor) -> list[float]:
-        """What was computed into these slots, -1 where a slot is negative."""
-        marks = self.kv_pools[0].get_key_buffer(0)[slots.clamp(min=0), 0, 0]
-        return torch.where(slots < 0, -1.0, marks).tolist()
+        """What was computed into these slots, -1 where a slot is negative, NaN where buffers disagree about it."""
+        known = slots.clamp(min=0).numpy()
+        buffers = self._buffers()
+        marks = (buffers[0][0].numpy()[known] - buffers[0][1].numpy())[:, 0, 0]
+        agree = np.ones(len(marks), dtype=np.bool_)
+        for buffer, row in buffers:
+            agree &= (buffer.numpy()[known] == marks[:, None, None] + row.numpy()).all(axis=(1, 2))
+        return np.where(slots.numpy() < 0, -1.0, np.where(agree, marks, np.nan)).tolist()
+
+    def _buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every KV buffer, and what each of its numbers adds to the mark of a slot: no two buffers look alike."""
+        if not self._rows_of_buffers:
+            buffers = [buffer for pool in self.kv_pools for buffer in (*pool.k_buffer, *pool.v_buffer)]
+            for number, buffer in enumerate(buffers):
+                places = torch.arange(buffer.shape[2], dtype=torch.float64) / 1024
+                self._rows_of_buffers.append((buffer, (number + places)[None, None, :]))
+        return self._rows_of_buffers
 
     def free_pages(self) -> list[int]:
         return sorted(self.allocator.get_all_free_pages().tolist())
@@ -243,6 +253,7 @@ def build(
     rows: int = 16,
     num_drafts: int = 0,
     head_dim: int = 1,
+    layers: int = 1,
     exchange: Callable = lambda allocator: allocator,
 ) -> Cache:
     """A cache of `backend` over SGLang's own pools; ours under our controller, the others under SGLang's.
@@ -256,7 +267,7 @@ def build(
             dtype=torch.float64,
             head_num=1,
             head_dim=head_dim,
-            layer_num=1,
+            layer_num=layers,
             device="cpu",
             enable_memory_saver=False,
         )
@@ -297,9 +308,10 @@ def returning(
     rows: int = 16,
     pool_tokens: int,
     mode: str = "return",
+    layers: int = 1,
     **settings,
 ) -> Cache:
-    """A cache of ours in mode return whose memory is all returned but for frame 0 and the reserve.
+    """A cache of ours in mode return or move whose memory is all returned but for frame 0 and the reserve.
 
     Backed by the operating system, or by a PretendBacking. `settings` are those of the environment.
     """
@@ -320,7 +332,8 @@ def returning(
 
     # Keys and values of a frame then fill an operating-system page each, at least.
     head_dim = 1 if pretended else 512 // (page_size * frame_pages)
-    return build(OURS, page_size=page_size, pool_tokens=pool_tokens, rows=rows, head_dim=head_dim, exchange=exchange)
+    shape = {"page_size": page_size, "pool_tokens": pool_tokens, "head_dim": head_dim, "layers": layers}
+    return build(OURS, **shape, rows=rows, exchange=exchange)
 
 
 class Request:

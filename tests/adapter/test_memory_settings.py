@@ -10,7 +10,13 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.server_args import ServerArgs
 
 from radix_pages_sglang import hooks, support
-from radix_pages_sglang.config import DEFAULT_IDLE_TRIM_SECONDS, SettingError, Settings, frame_geometry
+from radix_pages_sglang.config import (
+    DEFAULT_IDLE_TRIM_SECONDS,
+    DEFAULT_TRIM_BUDGET_MS,
+    SettingError,
+    Settings,
+    frame_geometry,
+)
 from radix_pages_sglang.pool import Mapping, create_buffers
 from radix_pages_sglang.sizes import ACCEPTED
 from radix_pages_sglang.support import WITH_A_BACKING, UnsupportedError
@@ -21,6 +27,7 @@ CEILING, RESERVE, IDLE = (
     "RADIX_PAGES_RESERVE_FRAMES",
     "RADIX_PAGES_IDLE_TRIM_SECONDS",
 )
+FREE, BUDGET = "RADIX_PAGES_FREE_FRAMES", "RADIX_PAGES_TRIM_BUDGET_MS"
 GIB = 1024**3
 
 pytestmark = pytest.mark.usefixtures("published_config")
@@ -45,6 +52,8 @@ def test_an_empty_environment_observes_and_bounds_nothing():
         max_resident_bytes=None,
         reserve_frames=0,
         idle_trim_seconds=DEFAULT_IDLE_TRIM_SECONDS,
+        free_frames=0,
+        trim_budget_ms=DEFAULT_TRIM_BUDGET_MS,
     )
 
 
@@ -54,6 +63,7 @@ def test_an_empty_environment_observes_and_bounds_nothing():
         (MODE, "observe", "mode", "observe"),
         (MODE, "place", "mode", "place"),
         (MODE, "return", "mode", "return"),
+        (MODE, "move", "mode", "move"),
         (BACKING, "none", "backing", "none"),
         (BACKING, "mmap", "backing", "mmap"),
         (BACKING, "auto", "backing", "auto"),
@@ -81,6 +91,21 @@ def test_every_setting_of_any_mode_is_read(name, text, field, value):
 )
 def test_every_setting_of_mode_return_is_read(name, text, field, value):
     assert getattr(returning(**{name: text}), field) == value
+    assert getattr(read(**{MODE: "move", name: text}), field) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "field", "value"),
+    [
+        (FREE, "0", "free_frames", 0),
+        (FREE, "12", "free_frames", 12),
+        (BUDGET, "0.1", "trim_budget_ms", 0.1),
+        (BUDGET, "2.5", "trim_budget_ms", 2.5),
+        (BUDGET, "1000", "trim_budget_ms", 1000.0),
+    ],
+)
+def test_every_setting_of_mode_move_is_read(name, text, field, value):
+    assert getattr(read(**{MODE: "move", name: text}), field) == value
 
 
 def test_the_process_environment_is_read_at_the_call(monkeypatch):
@@ -92,18 +117,20 @@ def test_the_process_environment_is_read_at_the_call(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "texts", "takes"),
     [
-        (MODE, ["", "Return", "give", "2", " place"], "choose one of observe, place, return"),
+        (MODE, ["", "Return", "give", "2", " place"], "choose one of observe, place, return, move"),
         (BACKING, ["", "cuda", "MMAP", "1"], "choose one of none, mmap, auto"),
         (CAP, ["", "-1", "1.5", "10k", "1e3", "nan", "\u00b2"], "a whole number from 0 up is needed"),
         (CEILING, ["", "-1", "1.5", "GiB", "24G", "half", "nan"], ACCEPTED),
         (RESERVE, ["", "-1", "0.5", "two", "inf"], "a whole number from 0 up is needed"),
         (IDLE, ["", "-1", "86401", "nan", "inf", "30s"], "to 86400 are needed"),
+        (FREE, ["", "-1", "0.5", "two", "inf"], "a whole number from 0 up is needed"),
+        (BUDGET, ["", "-1", "0", "0.09", "1001", "nan", "5ms"], "milliseconds from 0.1 to 1000.0 are needed"),
     ],
 )
 def test_anything_else_is_refused_with_the_name_and_what_it_takes(name, texts, takes):
     for text in texts:
         with pytest.raises(SettingError) as refused:
-            read(**{MODE: "return", name: text})
+            read(**{MODE: "move", name: text})
         assert f"{name}={text}: " in str(refused.value)
         assert takes in str(refused.value)
 
@@ -121,14 +148,24 @@ def test_bounds_on_memory_need_the_mode_that_returns_it(name, text, mode):
     assert str(refused.value).endswith(f"the mode is {mode or 'observe'}")
 
 
-@pytest.mark.parametrize("mode", ["observe", "place", "return"])
+@pytest.mark.parametrize("mode", ["observe", "place", "return", None])
+@pytest.mark.parametrize(("name", "text"), [(FREE, "0"), (BUDGET, "5")])
+def test_settings_of_moves_need_the_mode_that_moves(name, text, mode):
+    environment = {name: text} if mode is None else {name: text, MODE: mode}
+    with pytest.raises(SettingError) as refused:
+        read(**environment)
+    assert str(refused.value) == f"{name}={text} needs RADIX_PAGES_MODE=move, the mode is {mode or 'observe'}"
+
+
+@pytest.mark.parametrize("mode", ["observe", "place", "return", "move"])
 def test_the_cap_goes_with_every_mode(mode):
     assert read(**{MODE: mode, CAP: "7"}).max_cached_tokens == 7
 
 
-def test_memory_cannot_be_returned_without_a_backing():
+@pytest.mark.parametrize("mode", ["return", "move"])
+def test_memory_cannot_be_returned_without_a_backing(mode):
     with pytest.raises(SettingError, match=f"{BACKING}=none cannot give memory back: set auto, or {MODE}=place"):
-        returning(**{BACKING: "none"})
+        read(**{MODE: mode, BACKING: "none"})
 
 
 # which backing a device has
@@ -140,6 +177,7 @@ def test_memory_cannot_be_returned_without_a_backing():
         ("observe", "auto", "none"),
         ("place", "auto", "none"),
         ("return", "auto", "mmap"),
+        ("move", "auto", "mmap"),
         ("observe", "mmap", "mmap"),
         ("place", "none", "none"),
     ],
@@ -148,7 +186,9 @@ def test_on_a_cpu_memory_is_backed_where_it_is_returned_or_asked_for(mode, backi
     assert Settings(mode=mode, backing=backing).backing_on("cpu") == kind
 
 
-@pytest.mark.parametrize(("mode", "backing"), [("return", "auto"), ("return", "mmap"), ("observe", "mmap")])
+@pytest.mark.parametrize(
+    ("mode", "backing"), [("return", "auto"), ("return", "mmap"), ("observe", "mmap"), ("move", "auto")]
+)
 @pytest.mark.parametrize("device", ["cuda", "cuda:0"])
 def test_on_cuda_memory_cannot_be_returned_yet(mode, backing, device):
     with pytest.raises(SettingError) as refused:
@@ -384,7 +424,7 @@ def test_pools_of_other_kinds_and_layouts_and_other_caches_keep_their_buffers(se
 
 def returned_pool(monkeypatch, *, page_size=16, **environment):
     """An allocator over a pool whose pages take 1 KiB in each of 4 buffers, or 64 bytes at page size 1."""
-    for name, text in {MODE: "return", **environment}.items():
+    for name, text in ({MODE: "return"} | environment).items():
         monkeypatch.setenv(name, text)
     pool = mha(page_size=page_size)
     pool.radix_pages_mapping = create_buffers(pool)
@@ -425,6 +465,27 @@ def test_a_reserve_larger_than_the_pool_is_refused(monkeypatch):
     with pytest.raises(SettingError, match=f"{RESERVE}=5: the pool has 4 frames"):
         returned_pool(monkeypatch, **{RESERVE: "5"})
     assert returned_pool(monkeypatch, **{RESERVE: "4"}).residency.committed_frames == 5
+
+
+def test_more_free_frames_than_leave_room_to_serve_are_refused(monkeypatch):
+    with pytest.raises(SettingError, match=f"{FREE}=4: of 5 frames 2 are the least that can serve"):
+        returned_pool(monkeypatch, **{MODE: "move", FREE: "4"})
+    residency = returned_pool(monkeypatch, **{MODE: "move", FREE: "3"}).residency
+    assert (residency.free_frames, residency.committed_frames) == (3, 1)
+
+
+def test_a_plain_server_on_a_cpu_may_move_pages(monkeypatch):
+    monkeypatch.setenv(MODE, "move")
+    support.check_settings(options())
+    with pytest.raises(SettingError, match="on cuda cannot be given back yet"):
+        support.check_settings(options(device="cuda"))
+
+
+@pytest.mark.parametrize(("changed", "culprit", "because"), REFUSED)
+def test_mode_move_refuses_the_options_that_mode_return_refuses(monkeypatch, changed, culprit, because):
+    monkeypatch.setenv(MODE, "move")
+    with pytest.raises(UnsupportedError, match=culprit):
+        support.check_settings(options(**changed))
 
 
 def test_the_start_up_line_states_mode_placement_and_backing(monkeypatch, caplog):
