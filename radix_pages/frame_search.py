@@ -98,7 +98,7 @@ class Pool:
 
 def _unlocked(leaves: LeafQueue) -> list[Node]:
     """Every node that no lock protects: the leaves, and what is above them."""
-    level = list(leaves.leaves())
+    level = leaves.leaves()
     nodes = level.copy()
     seen: set[int] = set()
     while level:

@@ -13,7 +13,7 @@ baselines  one recorded stream of chats on every side: do nothing and flush_cach
 steady     mode return against mode observe under the same chats, in turns: output tokens a second and median time
            to the first token, with the interval of their ratio over the pairs.
 
-Writes scripts/results/resident.txt and, with --json, one object as its last line.
+Writes scripts/results/resident.txt and .json, with --only a file of that part's name; --json ends with one object.
 """
 
 from __future__ import annotations
@@ -302,9 +302,9 @@ def main() -> None:
         baselines_part(report, args.seed)
     if "steady" in parts:
         steady_part(report, args.seed, args.pairs)
-    if set(parts) == set(PARTS):
-        (RESULTS / "resident.txt").write_text("\n".join(report.lines) + "\n")
-        (RESULTS / "resident.json").write_text(json.dumps(report.numbers, indent=1) + "\n")
+    name = "-".join(["resident", *(args.only or ())])
+    (RESULTS / f"{name}.txt").write_text("\n".join(report.lines) + "\n")
+    (RESULTS / f"{name}.json").write_text(json.dumps(report.numbers, indent=1) + "\n")
     if args.json:
         print(json.dumps(report.numbers))
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """What trims and moves under load cost the requests: gaps between tokens, with them and without, on real servers.
 
-Two servers of a tiny Llama (random weights): one in mode move that keeps a quarter of its frames free for a neighbour
-and is told every second to cut a tenth off its cache and to pack what is left, and one that observes. The same chats
-go to both, in turns, 8 at a time, streamed; a burst's gaps between tokens give its median and its 99th percentile.
-Reported: the ratio of the 99th percentiles over the pairs with its 95% interval, and the longest time that one step
-of planning or moving kept the scheduler.
+Two servers of SmolLM2-135M-Instruct: one in mode move that keeps a quarter of its frames free for a neighbour and is
+told every second to cut its cache and to pack what is left, and one that observes and is set as often, which changes
+nothing there. The same requests go to both, in turns, 8 at a time, streamed; a burst's gaps between tokens give its
+median and its 99th percentile. Reported: the ratio of the 99th percentiles over the pairs with its 95% interval, and
+the longest time that one step of planning or moving kept the scheduler.
 
 Writes scripts/results/served_trims.txt and .json, which under_load.py --served takes; --json prints the object.
 """
@@ -25,13 +25,15 @@ from urllib.request import Request, urlopen
 
 from provenance import RESULTS, first_line
 from radix_pages_sglang.client import CACHED, FREE, NO_BOUND, Client
-from radix_pages_sglang.cpu_engine.checkpoints import tiny_llama
+from radix_pages_sglang.cpu_engine.checkpoints import smollm2_checkpoint
 from radix_pages_sglang.local_server import Server, serving
 from resident import interval
 
-MOVE = {"RADIX_PAGES_MODE": "move", "RADIX_PAGES_IDLE_TRIM_SECONDS": "0", "RADIX_PAGES_FRAME_TOKENS": "1024"}
-OBSERVE = {"RADIX_PAGES_MODE": "observe", "RADIX_PAGES_FRAME_TOKENS": "1024"}
-POOL_TOKENS, REQUESTS, ANSWER_TOKENS = 32_768, 120, 48
+MOVE = {"RADIX_PAGES_MODE": "move", "RADIX_PAGES_IDLE_TRIM_SECONDS": "0", "RADIX_PAGES_FRAME_TOKENS": "256"}
+OBSERVE = {"RADIX_PAGES_MODE": "observe", "RADIX_PAGES_FRAME_TOKENS": "256"}
+POOL_TOKENS, FRAME_TOKENS, REQUESTS, ANSWER_TOKENS = 8_192, 256, 24, 32
+CUTS = {"move": 3_000, "observe": POOL_TOKENS}
+"""To how many tokens the cache is cut every second."""
 
 
 def gaps(server: Server, prompt: list[int]) -> list[float]:
@@ -50,9 +52,9 @@ def gaps(server: Server, prompt: list[int]) -> list[float]:
 def burst(server: Server, seed: int) -> tuple[float, float]:
     """Median and 99th percentile of the gaps between tokens in one load."""
     rng = random.Random(seed)
-    prefixes = [[rng.randrange(1_000, 40_000) for _ in range(256)] for _ in range(8)]
+    prefixes = [[rng.randrange(1_000, 40_000) for _ in range(128)] for _ in range(4)]
     prompts = [
-        [*rng.choice(prefixes), *(rng.randrange(1_000, 40_000) for _ in range(rng.randint(32, 512)))]
+        [*rng.choice(prefixes), *(rng.randrange(1_000, 40_000) for _ in range(rng.randint(32, 256)))]
         for _ in range(REQUESTS)
     ]
     with ThreadPoolExecutor(8) as pool:
@@ -63,43 +65,40 @@ def burst(server: Server, seed: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="chooses prompts")
-    parser.add_argument("--pairs", type=int, default=12, help="alternated pairs of bursts")
+    parser.add_argument("--pairs", type=int, default=10, help="alternated pairs of bursts")
     parser.add_argument("--json", action="store_true", help="end with one line holding the numbers as JSON")
     args = parser.parse_args()
     if args.pairs < 2:
         parser.error("--pairs needs at least 2")
     arguments = (
-        *("--load-format", "dummy", "--dtype", "float32", "--page-size", "16", "--sleep-on-idle"),
+        *("--dtype", "float32", "--page-size", "16", "--sleep-on-idle"),
         *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "8"),
     )
     lines = [first_line(args.seed)]
     results: dict[str, list[tuple[float, float]]] = {"move": [], "observe": []}
     with ExitStack() as stack:
         servers = {
-            name: stack.enter_context(serving(tiny_llama(), *arguments, env=env))
+            name: stack.enter_context(serving(smollm2_checkpoint(), *arguments, env=env))
             for name, env in (("move", MOVE), ("observe", OBSERVE))
         }
         control = Client(servers["move"].url)
-        control.set(FREE, POOL_TOKENS // 1024 // 4)
+        control.set(FREE, POOL_TOKENS // FRAME_TOKENS // 4)
         over = threading.Event()
-        is_measured = threading.Event()
+        loaded: list[str] = []
 
-        def trim_every_second() -> None:
+        def cut_every_second() -> None:
             while not over.wait(1.0):
-                if is_measured.is_set():
-                    cached = control.states()[0]["cached_tokens"]
-                    control.set(CACHED, int(0.9 * cached))
-                    control.set(CACHED, NO_BOUND)
+                for name in loaded:
+                    for bound in (CUTS[name], NO_BOUND):
+                        servers[name].request("/set_internal_state", {"server_args": {CACHED: bound}})
 
-        thread = threading.Thread(target=trim_every_second)
+        thread = threading.Thread(target=cut_every_second)
         thread.start()
         try:
             for index in range(args.pairs + 1):
                 for name in ("move", "observe") if index % 2 else ("observe", "move"):
-                    if name == "move":
-                        is_measured.set()
+                    loaded[:] = [name]
                     measured = burst(servers[name], args.seed + index)
-                    is_measured.clear()
                     if index:  # the first pair warms up
                         results[name].append(measured)
         finally:

@@ -39,8 +39,8 @@ that were needed again (`regrown`) do. A hit rate is prompt tokens found in the 
 target was set; so are evicted pages. Last table: the lower load with bursts of the higher, 300 steps each, and the
 target of the lower: does a pool that loses its free frames again and again copy in circles?
 
-Not measured here: time. `--served FILE` takes a JSON object with `p99_itl_ratio` and `longest_stall_ms`, measured on
-a real server, into the result.
+Not measured here: time. `p99_itl_ratio` and `longest_stall_ms` are those that scripts/served_trims.py measured on
+real servers and left in its results file; `--serve` runs it first, which takes some minutes.
 
     scripts/under_load.py --png scripts/results/under_load.png > scripts/results/under_load.txt
 """
@@ -49,6 +49,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +58,7 @@ from typing import Any
 
 import numpy as np
 
-from provenance import first_line
+from provenance import RESULTS, first_line
 from radix_pages.check import disagreements
 from radix_pages.frame_planner import CachedPages, FrameNeed, FreeFrames, plan_frames
 from radix_pages.ledger import Frames, Ledger, Pages
@@ -77,6 +79,7 @@ SETTLING_STEPS = 100
 SAMPLED = 4
 LEAST_REST, MOST_REST = 8, 64
 MOST_REPLANS = 8
+SERVED = RESULTS / "served_trims.json"
 SERVED_KEYS = ("p99_itl_ratio", "longest_stall_ms")
 
 
@@ -575,11 +578,16 @@ def main() -> None:
     parser.add_argument("--cached-pages", type=int, default=819, help="at most so many are cached and not in use")
     parser.add_argument("--margin", type=int, default=1, help="frames that the target leaves beyond the ideal")
     parser.add_argument("--moves", type=int, default=32, help="pages that a slice may move")
-    parser.add_argument("--served", type=Path, metavar="FILE", help="JSON with what a real server measured, to merge")
+    parser.add_argument(
+        "--served", type=Path, metavar="FILE", help="what a real server measured, to merge", default=SERVED
+    )
+    parser.add_argument("--serve", action="store_true", help="measure that first")
     parser.add_argument("--png", type=Path, help="also draw the memory of the sides into this file")
     parser.add_argument("--json", action="store_true", help="end with one line holding the result as a JSON object")
     args = parser.parse_args()
-    served = {} if args.served is None else read_served(args.served)
+    if args.serve:
+        subprocess.run([sys.executable, str(Path(__file__).with_name("served_trims.py"))], check=True)
+    served = read_served(args.served)
 
     geometry = Geometry(PAGE_SIZE, pages_per_frame=args.frame_pages)
     pool = (args.pages, args.frame_pages, args.cached_pages)
@@ -628,7 +636,7 @@ def main() -> None:
         f"\npages moved over pages of frames returned, ours and packing, at most {result['copied_per_returned']:.2f}"
     )
     for name, value in served.items():
-        print(f"on a real server: {name} {value}")
+        print(f"on a real server ({args.served.name}): {name} {value}")
     if args.png:
         draw(runs, geometry, args.png)
     if args.json:
