@@ -30,7 +30,7 @@ PLANTED = {
     "its id is unknown": lambda t, leaf: t.tree._nodes.pop(leaf.id),
     "is not where its parent": lambda t, leaf: t.tree.root.children.update({b"z": t.tree.root.children.pop(b"x")}),
     "is_leaf=True but stands 0 times in the queue": lambda t, leaf: t.leaves.clear(),
-    "is filed as less urgent than it is": lambda t, leaf: setattr(next(t.leaves.leaves()), "tick", 0),
+    "is filed as less urgent than it is": lambda t, leaf: setattr(t.leaves.leaves()[0], "tick", 0),
     "ids are registered for 3 nodes": lambda t, leaf: t.tree._nodes.update({99: leaf}),
     "is in namespace": lambda t, leaf: setattr(
         next(iter(t.match("abcd").node.parent.children.values())), "namespace", 1
