@@ -233,14 +233,3 @@ def test_metrics_say_what_the_state_says(server):
 def test_after_all_that_neither_sglangs_checks_nor_ours_complain(server):
     assert complaints(server) == []
     assert state(server)["degraded"] == ""
-
-
-def test_a_server_that_only_observes_says_which_setting_returns_memory():
-    with serving(tiny_llama(), *arguments(16)) as server:
-        assert said(server, "status")
-        assert "this server has no backing: start it with RADIX_PAGES_MODE=return" in refused(server, "trim")
-        assert "observe" in refused(server, "mode", "return")
-        top = CliRunner().invoke(cli.app, ["top", "--url", server.url, "--once"])
-        assert "no backing: no memory is returned" in top.stdout
-        assert said(server, "cap", "0") == "rank 0: cap 0 tokens (was off)"
-        assert state(server)["cached_tokens"] == 0

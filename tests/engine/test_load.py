@@ -10,11 +10,14 @@ from http.client import HTTPConnection
 from urllib.error import HTTPError
 
 import pytest
+from typer.testing import CliRunner
 
+from radix_pages_sglang import cli
 from radix_pages_sglang.counts import STATE_KEY
 from radix_pages_sglang.cpu_engine.checkpoints import tiny_llama
 from radix_pages_sglang.local_server import Server, serving
 from tests.engine.load import chat_load, talk
+from tests.engine.test_control import refused, said
 
 pytestmark = pytest.mark.engine
 
@@ -144,3 +147,14 @@ def test_the_server_is_still_healthy_after_all_this(server):
     assert threading.active_count() < 50
     server.request("/health_generate")
     assert complaints(server) == []
+
+
+def test_a_server_that_only_observes_says_which_setting_returns_memory(server):
+    assert said(server, "status")
+    assert "this server has no backing: start it with RADIX_PAGES_MODE=return" in refused(server, "trim")
+    assert "observe" in refused(server, "mode", "return")
+    top = CliRunner().invoke(cli.app, ["top", "--url", server.url, "--once"])
+    assert "no backing: no memory is returned" in top.stdout
+    assert said(server, "cap", "0") == "rank 0: cap 0 tokens (was off)"
+    assert state(server)["cached_tokens"] == 0
+    assert said(server, "cap", "off") == "rank 0: cap off (was 0 tokens)"
