@@ -153,10 +153,10 @@ class Residency:
         else:
             surplus = surplus[max(len(surplus) - max(self.committed_frames - keep_committed, 0), 0) :]
         if len(surplus):
-            self._withdraw(surplus)
+            size = self._withdraw(surplus)
             self.backing.decommit(surplus)
             self.counts.returned_frames_total += len(surplus)
-            self.counts.returned_bytes_total += self.backing.bytes_of(surplus)
+            self.counts.returned_bytes_total += size
             self.on_return(surplus)
         return len(surplus)
 
@@ -198,9 +198,12 @@ class Residency:
         ledger = self.ledger
         return np.flatnonzero((ledger.occupancy == 0) & ~ledger.is_returned)
 
-    def _withdraw(self, frames: Frames) -> None:
+    def _withdraw(self, frames: Frames) -> int:
+        """Nobody gets pages of `frames` any more; the bytes that are to be given back."""
         self.placement.withdraw(frames)
-        self.returned_bytes += self.backing.bytes_of(frames)
+        size = self.backing.bytes_of(frames)
+        self.returned_bytes += size
+        return size
 
     def _commit(self, frames: Frames) -> bool:
         try:

@@ -13,28 +13,17 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from radix_pages_sglang.knobs import FREE_FRAMES as FREE
+from radix_pages_sglang.knobs import IDLE_TRIM_SECONDS as IDLE_TRIM
+from radix_pages_sglang.knobs import MAX_CACHED_TOKENS as CACHED
+from radix_pages_sglang.knobs import MAX_RESIDENT_BYTES as CEILING
+from radix_pages_sglang.knobs import MODE, MODES, NO_BOUND, RETURNING, TRIM
+from radix_pages_sglang.knobs import RESERVE_FRAMES as RESERVE
 from radix_pages_sglang.serve import CommandError
 from radix_pages_sglang.sizes import format_size
 
 State = dict[str, Any]
 """What one rank says under `radix_pages` in its entry of `/server_info` -> `internal_states`."""
-
-MODES = ("observe", "place", "return", "move")
-"""By the number that the knob `radix_pages_mode` takes, from the least to the most that a server does."""
-
-RETURNING = ("return", "move")
-"""The modes that give memory back."""
-
-MODE = "radix_pages_mode"
-CACHED = "radix_pages_max_cached_tokens"
-CEILING = "radix_pages_max_resident_bytes"
-FREE = "radix_pages_free_frames"
-RESERVE = "radix_pages_reserve_frames"
-IDLE_TRIM = "radix_pages_idle_trim_seconds"
-TRIM = "radix_pages_trim"
-
-NO_BOUND = -1
-"""The value of CACHED or CEILING that takes the bound away."""
 
 
 class UnreachableError(CommandError):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from radix_pages.placement import PLACEMENTS
 from radix_pages.units import Geometry
+from radix_pages_sglang.knobs import MODES, RETURNING
 from radix_pages_sglang.sizes import parse_size
 
 CPU_GRANULE_BYTES = 4096
@@ -30,13 +31,6 @@ MOST_TRIM_BUDGET_MS = 1000.0
 class SettingError(ValueError):
     """A setting that cannot be used; the message names the variable and says what it takes."""
 
-
-MODES = ("observe", "place", "return", "move")
-"""Each does what the ones before it do: count frames, place pages, give memory back, move pages to give back more.
-Numbered in this order."""
-
-RETURNING = ("return", "move")
-"""The modes that give memory back."""
 
 BACKINGS = ("none", "mmap", "auto")
 

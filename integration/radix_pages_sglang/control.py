@@ -20,7 +20,19 @@ import numpy as np
 from radix_pages.frame_planner import CachedPages, FreeFrames, HeldFrames
 from radix_pages_sglang import convert
 from radix_pages_sglang.allocator import FrameAware, least_frames
-from radix_pages_sglang.config import MODES, MOST_IDLE_TRIM_SECONDS, RETURNING
+from radix_pages_sglang.config import MOST_IDLE_TRIM_SECONDS
+from radix_pages_sglang.knobs import (
+    FREE_FRAMES,
+    IDLE_TRIM_SECONDS,
+    MAX_CACHED_TOKENS,
+    MAX_RESIDENT_BYTES,
+    MODE,
+    MODES,
+    NO_BOUND,
+    RESERVE_FRAMES,
+    RETURNING,
+    TRIM,
+)
 from radix_pages_sglang.metrics import MemoryMetrics
 from radix_pages_sglang.moving import PoolMover, Reclaimer, moves_in
 from radix_pages_sglang.pool import MmapBacking
@@ -32,15 +44,6 @@ if TYPE_CHECKING:
     from radix_pages_sglang.cache import RadixPagesCache
 
 logger = logging.getLogger(__name__)
-
-MODE = "radix_pages_mode"
-MAX_CACHED_TOKENS = "radix_pages_max_cached_tokens"
-MAX_RESIDENT_BYTES = "radix_pages_max_resident_bytes"
-RESERVE_FRAMES = "radix_pages_reserve_frames"
-IDLE_TRIM_SECONDS = "radix_pages_idle_trim_seconds"
-FREE_FRAMES = "radix_pages_free_frames"
-TRIM = "radix_pages_trim"
-NO_BOUND = -1
 
 CHECK_RANKS = "RADIX_PAGES_CHECK_RANKS"
 """Environment variable: with `1`, the plans of all ranks are compared, which waits for the others at each."""

@@ -89,8 +89,9 @@ class MmapBacking:
             if frame_slots * buffer.row_bytes % GRANULE:
                 size = frame_slots * buffer.row_bytes
                 raise ValueError(f"a frame takes {size} bytes of a buffer, which are not whole pages of {GRANULE}")
-        self._frame_slots = frame_slots
         self._can_populate = True
+        # Of each buffer: bytes a frame takes in it, and where its last page ends, from its beginning.
+        self._extents = [(frame_slots * buffer.row_bytes, _round_up(buffer.size)) for buffer in mapping.buffers]
         self.frame_bytes = frame_slots * sum(buffer.row_bytes for buffer in mapping.buffers)
 
     def commit(self, frames: Frames) -> None:
@@ -106,19 +107,15 @@ class MmapBacking:
     def bytes_of(self, frames: Frames) -> int:
         return sum(
             int((np.minimum((frames + 1) * frame, end) - np.minimum(frames * frame, end)).sum())
-            for frame, end in self._extents()
+            for frame, end in self._extents
         )
 
     def resident_bytes(self) -> int:
         return resident_bytes(self.mapping.start, self.mapping.end)
 
-    def _extents(self) -> list[tuple[int, int]]:
-        """Of each buffer: bytes a frame takes in it, and where its last page ends, from its beginning."""
-        return [(self._frame_slots * buffer.row_bytes, _round_up(buffer.size)) for buffer in self.mapping.buffers]
-
     def _each_range(self, frames: Frames, act: Callable[[int, int], None]) -> None:
         together = runs(frames)
-        for buffer, (frame, end) in zip(self.mapping.buffers, self._extents(), strict=True):
+        for buffer, (frame, end) in zip(self.mapping.buffers, self._extents, strict=True):
             for first, stop in together:
                 start, size = first * frame, min(stop * frame, end) - first * frame
                 if size > 0:
