@@ -17,10 +17,10 @@ import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from provenance import first_line
 from radix_pages.units import Geometry
 from radix_pages_sglang.allocator import RadixPagesPagedAllocator
 from radix_pages_sglang.config import Settings
+from radix_pages_sglang.experiments.provenance import first_line
 
 NUM_PAGES, PAGE_SIZE, BATCH, PROMPT = 65_536, 16, 64, 512
 FRAME_PAGES = (1, 4, 64, 128)

@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 from plan_quality import TOKEN_BYTES, carry_out, pages_of
-from provenance import first_line
 from radix_pages.frame_planner import CachedPages, FramePlan, plan_frames
 from radix_pages.ledger import Ledger
 from radix_pages.node import Node
@@ -38,6 +37,7 @@ from radix_pages.order import LeafQueue, make_order
 from radix_pages.planner import Eviction, plan_pages
 from radix_pages.tree import RadixTree
 from radix_pages.units import Geometry, Span
+from radix_pages_sglang.experiments.provenance import first_line
 
 STRIDES = (1, 2, 4, 8)
 NO_PAGES = np.zeros(0, dtype=np.int64)

@@ -28,8 +28,8 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 import radix_pages_sglang
-from provenance import first_line
 from radix_pages_sglang.cache import RadixPagesCache
+from radix_pages_sglang.experiments.provenance import first_line
 
 CONVERSATIONS, TURNS = 2000, 5
 CLASSES = {"rust": UnifiedRadixCache, "python": UnifiedRadixCache, "ours": RadixPagesCache, "legacy": RadixCache}

@@ -54,10 +54,10 @@ from pathlib import Path
 from typing import Any
 
 import under_load
-from provenance import RESULTS, first_line
 from radix_pages.frame_planner import CachedPages
 from radix_pages_sglang.client import TRIM, Client
 from radix_pages_sglang.cpu_engine.checkpoints import tiny_llama
+from radix_pages_sglang.experiments.provenance import RESULTS, first_line
 from radix_pages_sglang.local_server import Server, serving
 from radix_pages_sglang.resident import resident_bytes
 from stream import PAGE_SIZE, Recorder, Request

@@ -45,10 +45,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from provenance import first_line
 from radix_pages.ledger import Ledger
 from radix_pages.placement import PLACEMENTS, Placement
 from radix_pages.units import Geometry
+from radix_pages_sglang.experiments.provenance import first_line
 from stream import PAGE_SIZE, Decode, Extend, Give, Lock, Mark, Recorder, Ticket, make_requests
 
 FRAME_SIZES = (16, 64, 128)

@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 
 from exact_plan import Optimum, ranks, read_instances, solve, unlocked
-from provenance import first_line
 from radix_pages.frame_planner import CachedPages, FrameNeed, FramePlan, FreeFrames, HeldFrames, plan_frames
 from radix_pages.frame_search import Prices
 from radix_pages.ledger import Ledger
@@ -42,6 +41,7 @@ from radix_pages.order import LeafQueue, make_order
 from radix_pages.reclaim import reclaim
 from radix_pages.tree import RadixTree
 from radix_pages.units import Geometry
+from radix_pages_sglang.experiments.provenance import first_line
 
 NEEDS = {"free_frames": FreeFrames, "held_frames": HeldFrames, "cached_pages": CachedPages}
 PRICES = (

@@ -23,9 +23,9 @@ from contextlib import ExitStack
 from itertools import pairwise
 from urllib.request import Request, urlopen
 
-from provenance import RESULTS, first_line
 from radix_pages_sglang.client import CACHED, FREE, NO_BOUND, Client
 from radix_pages_sglang.cpu_engine.checkpoints import smollm2_checkpoint
+from radix_pages_sglang.experiments.provenance import RESULTS, first_line
 from radix_pages_sglang.local_server import Server, serving
 from resident import interval
 

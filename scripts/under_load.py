@@ -58,7 +58,6 @@ from typing import Any
 
 import numpy as np
 
-from provenance import RESULTS, first_line
 from radix_pages.check import disagreements
 from radix_pages.frame_planner import CachedPages, FrameNeed, FreeFrames, plan_frames
 from radix_pages.ledger import Frames, Ledger, Pages
@@ -68,6 +67,7 @@ from radix_pages.planner import Eviction, Plan
 from radix_pages.reclaim import Moves, reclaim
 from radix_pages.residency import Residency
 from radix_pages.units import Geometry, Span
+from radix_pages_sglang.experiments.provenance import RESULTS, first_line
 from stream import PAGE_SIZE, Recorder, Request, Serving, make_requests, pages_in
 
 CONCURRENCY = {20: 24, 60: 85}

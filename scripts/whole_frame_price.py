@@ -44,10 +44,10 @@ from typing import Any
 
 import numpy as np
 
-from provenance import first_line
 from radix_pages.ledger import Frames, Ledger
 from radix_pages.placement import PLACEMENTS
 from radix_pages.units import Geometry
+from radix_pages_sglang.experiments.provenance import first_line
 
 Block = int
 TRACES = {"conversation": "mooncake_conversation.jsonl", "synthetic": "mooncake_synthetic.jsonl"}
