@@ -10,8 +10,10 @@ returned   SmolLM2-135M-Instruct with 1 GiB of KV, nearly all of it written. At 
 baselines  one recorded stream of chats on every side: do nothing and flush_cache on stock SGLang, the rule of
            release_memory_occupation (idle only, the cache is lost) and ours with a cap at half of the cache and at a
            quarter. Bytes returned, and the hit rate of the second round of the same chats.
-steady     mode return against mode observe under the same chats, in turns: output tokens a second and median time
-           to the first token, with the interval of their ratio over the pairs.
+steady     mode return against mode observe under the same chats: output tokens a second and median time to the
+           first token. Two servers of the same set-up differ by a few percent however long one measures, so both
+           are started anew several times; each time they are loaded in turns. The interval of the ratio is that of
+           the starts' means.
 
 Writes scripts/results/resident.txt and .json, with --only a file of that part's name; --json ends with one object.
 """
@@ -226,34 +228,42 @@ def scheduler_of(server: Server) -> int:
     return max(server.processes(), key=process_resident_bytes)
 
 
-def steady_part(report: Report, seed: int, pairs: int) -> None:
+def steady_part(report: Report, seed: int, starts: int, pairs: int) -> None:
+    ratios: list[list[tuple[float, float]]] = []
+    for start in range(starts):
+        ratios.append(
+            steady_start(seed + 100 * start, pairs, ("return", "observe") if start % 2 else ("observe", "return"))
+        )
+        report.say(
+            f"start {start + 1}: return / observe, throughput and first token, of each pair: "
+            + ", ".join(f"{throughput:.3f} {first:.3f}" for throughput, first in ratios[-1])
+        )
+    for place, what in enumerate(("output tokens a second", "median seconds to the first token")):
+        means = [statistics.mean(pair[place] for pair in pairs_of_start) for pairs_of_start in ratios]
+        low, high = interval(means)
+        report.say(
+            f"{what}: return / observe {statistics.mean(means):.4f}, 95% interval {low:.4f} to {high:.4f} over "
+            f"{starts} starts of both servers, {pairs} alternated pairs of loads each"
+        )
+        name = ("throughput", "ttft")[place]
+        report.numbers[f"steady_{name}_ratio"] = [round(value, 4) for value in (statistics.mean(means), low, high)]
+
+
+def steady_start(seed: int, pairs: int, names: tuple[str, str]) -> list[tuple[float, float]]:
+    """Start both servers, in the order of `names`, and load them in turns: return / observe of each pair."""
     arguments = (
         *("--load-format", "dummy", "--dtype", "float32", "--page-size", "16", "--max-total-tokens", "8192"),
         *("--max-running-requests", "8", "--sleep-on-idle"),
     )
+    modes = {"return": {**RETURN, "RADIX_PAGES_IDLE_TRIM_SECONDS": "30"}, "observe": OBSERVE}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with ExitStack() as stack:
-        servers = {
-            name: stack.enter_context(serving(tiny_llama(), *arguments, env=env))
-            for name, env in (("return", {**RETURN, "RADIX_PAGES_IDLE_TRIM_SECONDS": "30"}), ("observe", OBSERVE))
-        }
-        results: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
+        servers = {name: stack.enter_context(serving(tiny_llama(), *arguments, env=modes[name])) for name in names}
         for index in range(pairs + 1):
-            for name in ("return", "observe") if index % 2 else ("observe", "return"):
-                measured = burst(servers[name], seed + index)
-                if index:  # the first pair warms up
-                    results[name].append(measured)
-    report.say()
-    for place, what in enumerate(("output tokens a second", "median seconds to the first token")):
-        ratios = [
-            ours[place] / theirs[place] for ours, theirs in zip(results["return"], results["observe"], strict=True)
-        ]
-        low, high = interval(ratios)
-        report.say(
-            f"{what}: return / observe {statistics.mean(ratios):.4f}, 95% interval {low:.4f} to {high:.4f} over "
-            f"{len(ratios)} alternated pairs"
-        )
-        name = ("throughput", "ttft")[place]
-        report.numbers[f"steady_{name}_ratio"] = [round(value, 4) for value in (statistics.mean(ratios), low, high)]
+            for name in names if index % 2 else names[::-1]:
+                found[name].append(burst(servers[name], seed + index))
+    both = list(zip(found["return"], found["observe"], strict=True))[1:]  # the first pair warms up
+    return [(ours[0] / theirs[0], ours[1] / theirs[1]) for ours, theirs in both]
 
 
 def burst(server: Server, seed: int, requests: int = 160, answer: int = 24) -> tuple[float, float]:
@@ -289,11 +299,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="chooses prompts and chats")
     parser.add_argument("--only", choices=PARTS, action="append", help="run this part; may be given again")
     parser.add_argument("--probes", type=int, default=10, help="pairs of requests that time regrowing")
-    parser.add_argument("--pairs", type=int, default=12, help="alternated pairs of the steady load")
+    parser.add_argument("--starts", type=int, default=6, help="how often both servers of the steady load start")
+    parser.add_argument("--pairs", type=int, default=4, help="alternated pairs of the steady load for each start")
     parser.add_argument("--json", action="store_true", help="end with one line holding the numbers as JSON")
     args = parser.parse_args()
-    if args.probes < 1 or args.pairs < 2:
-        parser.error("--probes needs at least 1, --pairs at least 2")
+    if args.probes < 1 or args.pairs < 1 or args.starts < 2:
+        parser.error("--probes and --pairs need at least 1, --starts at least 2")
     report, parts = Report(), args.only or PARTS
     report.say(first_line(args.seed))
     if "returned" in parts:
@@ -301,7 +312,7 @@ def main() -> None:
     if "baselines" in parts:
         baselines_part(report, args.seed)
     if "steady" in parts:
-        steady_part(report, args.seed, args.pairs)
+        steady_part(report, args.seed, args.starts, args.pairs)
     name = "-".join(["resident", *(args.only or ())])
     (RESULTS / f"{name}.txt").write_text("\n".join(report.lines) + "\n")
     (RESULTS / f"{name}.json").write_text(json.dumps(report.numbers, indent=1) + "\n")

@@ -1,13 +1,15 @@
 #!/usr/bin/env python
-"""What trims and moves under load cost the requests: gaps between tokens, with them and without, on real servers.
+"""What trims and moves under load cost the requests: gaps between tokens, with them and without, on a real server.
 
-Two servers of SmolLM2-135M-Instruct: one in mode move that keeps a quarter of its frames free for a neighbour and is
-told every second to cut its cache and to pack what is left, and one that observes and is set as often, which changes
-nothing there. The same requests go to both, in turns, 8 at a time, streamed; a burst's gaps between tokens give its
-median and its 99th percentile. Reported: the ratio of the 99th percentiles over the pairs with its 95% interval, and
-the longest time that one step of planning or moving kept the scheduler.
+One server of SmolLM2-135M-Instruct, in turns in mode move, where it keeps a quarter of its frames free for a
+neighbour and packs what is cached every second, and in mode observe, where nothing is given back or moved. One
+process, because two differ by more than what is asked for here; resident.py compares processes.
+In either mode the cache is cut every second to as many tokens, so that both compute as many prompts anew. The same
+requests in both, 8 at a time, streamed. Reported: the ratio of the 99th percentiles (and of the medians) of the gaps
+between tokens, over all bursts of a side, with the 95% interval that resampling the pairs gives; and the longest that
+one step between two batches took, while requests ran.
 
-Writes scripts/results/served_trims.txt and .json, which under_load.py --served takes; --json prints the object.
+Writes scripts/results/served_trims.txt, .json (under_load.py --served takes it) and .png; --json prints the object.
 """
 
 from __future__ import annotations
@@ -15,25 +17,30 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 from urllib.request import Request, urlopen
 
-from radix_pages_sglang.client import CACHED, FREE, NO_BOUND, Client
+import numpy as np
+from numpy.typing import NDArray
+
+from radix_pages_sglang.client import CACHED, FREE, MODE, NO_BOUND, Client
 from radix_pages_sglang.cpu_engine.checkpoints import smollm2_checkpoint
 from radix_pages_sglang.experiments.provenance import RESULTS, first_line
+from radix_pages_sglang.knobs import MODES
 from radix_pages_sglang.local_server import Server, serving
-from resident import interval
 
-MOVE = {"RADIX_PAGES_MODE": "move", "RADIX_PAGES_IDLE_TRIM_SECONDS": "0", "RADIX_PAGES_FRAME_TOKENS": "256"}
-OBSERVE = {"RADIX_PAGES_MODE": "observe", "RADIX_PAGES_FRAME_TOKENS": "256"}
-POOL_TOKENS, FRAME_TOKENS, REQUESTS, ANSWER_TOKENS = 8_192, 256, 24, 32
-CUTS = {"move": 3_000, "observe": POOL_TOKENS}
-"""To how many tokens the cache is cut every second."""
+SIDES = ("move", "observe")
+POOL_TOKENS, FRAME_TOKENS, CACHED_TOKENS, ANSWER_TOKENS = 8_192, 256, 3_000, 32
+PERCENTILES = {"median": 50, "p99": 99}
+RESAMPLES = 2_000
+
+Gaps = NDArray[np.float64]
 
 
 def gaps(server: Server, prompt: list[int]) -> list[float]:
@@ -49,80 +56,125 @@ def gaps(server: Server, prompt: list[int]) -> list[float]:
     return [after - before for before, after in pairwise(times)]
 
 
-def burst(server: Server, seed: int) -> tuple[float, float]:
-    """Median and 99th percentile of the gaps between tokens in one load."""
+def burst(server: Server, seed: int, num_requests: int) -> Gaps:
+    """The gaps between tokens in one load."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(1_000, 40_000) for _ in range(128)] for _ in range(4)]
     prompts = [
         [*rng.choice(prefixes), *(rng.randrange(1_000, 40_000) for _ in range(rng.randint(32, 256)))]
-        for _ in range(REQUESTS)
+        for _ in range(num_requests)
     ]
     with ThreadPoolExecutor(8) as pool:
-        found = sorted(gap for one in pool.map(lambda prompt: gaps(server, prompt), prompts) for gap in one)
-    return statistics.median(found), found[int(0.99 * len(found))]
+        return np.array([gap for one in pool.map(lambda prompt: gaps(server, prompt), prompts) for gap in one])
+
+
+@contextmanager
+def cut_every_second(server: Server) -> Iterator[None]:
+    """Cut the cache every second, which in mode move also packs what is left."""
+    over = threading.Event()
+
+    def cut() -> None:
+        while not over.wait(1.0):
+            for bound in (CACHED_TOKENS, NO_BOUND):
+                server.request("/set_internal_state", {"server_args": {CACHED: bound}})
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def measure(server: Server, seed: int, pairs: int, num_requests: int) -> dict[str, list[Gaps]]:
+    """The gaps of each side's bursts; the first pair warms up."""
+    control = Client(server.url)
+    control.set(FREE, POOL_TOKENS // FRAME_TOKENS // 4)
+    found: dict[str, list[Gaps]] = {side: [] for side in SIDES}
+    for index in range(pairs + 1):
+        for side in SIDES if index % 2 else SIDES[::-1]:
+            control.set(MODE, MODES.index(side))
+            with cut_every_second(server):
+                found[side].append(burst(server, seed + index, num_requests))
+    return {side: bursts[1:] for side, bursts in found.items()}
+
+
+def ratio(found: dict[str, list[Gaps]], percentile: float, seed: int) -> tuple[float, float, float]:
+    """Move / observe of a percentile over all gaps, and the 95% interval from pairs drawn again and again."""
+    pairs = len(found["move"])
+    draws = np.random.default_rng(seed).integers(pairs, size=(RESAMPLES, pairs))
+
+    def of(drawn: Any) -> float:
+        move, observe = (np.percentile(np.concatenate([found[side][i] for i in drawn]), percentile) for side in SIDES)
+        return float(move / observe)
+
+    low, high = np.percentile([of(drawn) for drawn in draws], (2.5, 97.5))
+    return of(range(pairs)), float(low), float(high)
+
+
+def draw(found: dict[str, list[Gaps]]) -> None:
+    """The share of gaps that are longer than so many milliseconds, on both sides."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for side, style in zip(SIDES, ("-", "--"), strict=True):
+        longest_first = 1000 * np.sort(np.concatenate(found[side]))[::-1]
+        axes.step(longest_first, np.arange(1, len(longest_first) + 1) / len(longest_first), style, label=side)
+    axes.axhline(0.01, color="grey", linewidth=0.7)
+    axes.set(
+        yscale="log",
+        xlabel="gap between two tokens of an answer (ms)",
+        ylabel="share of gaps that are longer",
+        title="Packing every second and a quarter of the frames kept free, beside neither",
+    )
+    axes.legend()
+    figure.savefig(RESULTS / "served_trims.png", dpi=120, bbox_inches="tight")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="chooses prompts")
     parser.add_argument("--pairs", type=int, default=10, help="alternated pairs of bursts")
+    parser.add_argument("--requests", type=int, default=24, help="requests of a burst")
     parser.add_argument("--json", action="store_true", help="end with one line holding the numbers as JSON")
     args = parser.parse_args()
-    if args.pairs < 2:
-        parser.error("--pairs needs at least 2")
+    if args.pairs < 2 or args.requests < 8:
+        parser.error("--pairs needs at least 2, --requests at least 8")
     arguments = (
         *("--dtype", "float32", "--page-size", "16", "--sleep-on-idle"),
         *("--max-total-tokens", str(POOL_TOKENS), "--max-running-requests", "8"),
     )
+    env = {
+        "RADIX_PAGES_MODE": "move",
+        "RADIX_PAGES_IDLE_TRIM_SECONDS": "0",
+        "RADIX_PAGES_FRAME_TOKENS": str(FRAME_TOKENS),
+    }
+    with serving(smollm2_checkpoint(), *arguments, env=env) as server:
+        found = measure(server, args.seed, args.pairs, args.requests)
+        memory = Client(server.url).states()[0]["memory"]
     lines = [first_line(args.seed)]
-    results: dict[str, list[tuple[float, float]]] = {"move": [], "observe": []}
-    with ExitStack() as stack:
-        servers = {
-            name: stack.enter_context(serving(smollm2_checkpoint(), *arguments, env=env))
-            for name, env in (("move", MOVE), ("observe", OBSERVE))
-        }
-        control = Client(servers["move"].url)
-        control.set(FREE, POOL_TOKENS // FRAME_TOKENS // 4)
-        over = threading.Event()
-        loaded: list[str] = []
-
-        def cut_every_second() -> None:
-            while not over.wait(1.0):
-                for name in loaded:
-                    for bound in (CUTS[name], NO_BOUND):
-                        servers[name].request("/set_internal_state", {"server_args": {CACHED: bound}})
-
-        thread = threading.Thread(target=cut_every_second)
-        thread.start()
-        try:
-            for index in range(args.pairs + 1):
-                for name in ("move", "observe") if index % 2 else ("observe", "move"):
-                    loaded[:] = [name]
-                    measured = burst(servers[name], args.seed + index)
-                    if index:  # the first pair warms up
-                        results[name].append(measured)
-        finally:
-            over.set()
-            thread.join()
-        memory = control.states()[0]["memory"]
-    numbers: dict[str, object] = {}
-    for place, (key, what) in enumerate((("median_itl_ratio", "median"), ("p99_itl_ratio", "99th percentile"))):
-        ratios = [
-            ours[place] / theirs[place] for ours, theirs in zip(results["move"], results["observe"], strict=True)
-        ]
-        low, high = interval(ratios)
-        mean = statistics.mean(ratios)
+    numbers: dict[str, Any] = {}
+    for name, percentile in PERCENTILES.items():
+        middle, low, high = ratio(found, percentile, args.seed)
+        observed = np.concatenate(found["observe"])
         lines.append(
-            f"{what} of the gaps between tokens, move / observe: {mean:.4f}, 95% interval {low:.4f} to {high:.4f} "
-            f"over {len(ratios)} pairs; observe {1000 * statistics.mean(p[place] for p in results['observe']):.2f} ms"
+            f"{name} of the gaps between tokens, move / observe: {middle:.4f}, 95% interval {low:.4f} to {high:.4f}, "
+            f"{args.pairs} pairs of bursts, {len(observed)} gaps a side; observe "
+            f"{1000 * np.percentile(observed, percentile):.2f} ms"
         )
-        numbers |= {key: round(mean, 4), f"{key}_interval": [round(low, 4), round(high, 4)]}
+        numbers[f"{name}_itl_ratio"] = round(middle, 4)
+        numbers[f"{name}_itl_ratio_interval"] = [round(low, 4), round(high, 4)]
     numbers["longest_stall_ms"] = round(1000 * memory["longest_step_seconds"], 3)
     lines.append(
         f"{memory['trims']} trims, {memory['plans']} plans ({memory['void_plans']} void), {memory['moved_pages']} "
         f"pages moved, {memory['moves_per_slice']} at most a slice; longest step {numbers['longest_stall_ms']} ms"
     )
     numbers |= {name: memory[name] for name in ("plans", "void_plans", "moved_pages", "moves_per_slice", "trims")}
+    draw(found)
     print("\n".join(lines))
     (RESULTS / "served_trims.txt").write_text("\n".join(lines) + "\n")
     (RESULTS / "served_trims.json").write_text(json.dumps(numbers, indent=1) + "\n")

@@ -134,6 +134,8 @@ class MemoryControl:
         self.degraded = ""
         self.trims = 0
         self.trim_seconds = 0.0
+        self.longest_step_seconds = 0.0
+        """The longest that one step kept the requests of a busy server waiting: a plan, or a slice of moves."""
         self.capped_tokens = 0
         self._regrown_frames = 0
         self._idle_since: float | None = None
@@ -153,10 +155,16 @@ class MemoryControl:
 
     def step(self) -> None:
         """What has to be done before the next batch is chosen; next to nothing while every bound is kept."""
+        start = time.perf_counter()
         self._keep_cap()
-        residency = self.residency
-        if residency is None:
+        if self.residency is None:
             return
+        is_busy = self._fixed_pages(self.residency) > 0
+        self._keep_memory(self.residency)
+        if is_busy:
+            self.longest_step_seconds = max(self.longest_step_seconds, time.perf_counter() - start)
+
+    def _keep_memory(self, residency: Residency) -> None:
         if self._is_system_asked_later and not self._fixed_pages(residency):
             self._ask_system(residency)
         if residency.over_ceiling_frames:
@@ -461,12 +469,13 @@ class MemoryControl:
             "total_bytes": residency.total_bytes,
             "committed_frames": residency.committed_frames,
             "committed_bytes": residency.committed_bytes,
-            "resident_bytes": self._resident.latest if self._fixed_pages(residency) else self._resident.now(),
+            "resident_bytes": self._resident.latest() if self._fixed_pages(residency) else self._resident.now(),
             "returned_frames": residency.ledger.num_returned_frames,
             "returned_bytes": residency.returned_bytes,
             "over_ceiling_frames": residency.over_ceiling_frames,
             "trims": self.trims,
             "trim_seconds": self.trim_seconds,
+            "longest_step_seconds": self.longest_step_seconds,
             "regrown_frames": self._regrown_frames,
             "free_frames": residency.free_frames,
         }
@@ -497,7 +506,7 @@ class MemoryControl:
             counts = residency.counts
             gauges |= {
                 "committed_bytes": residency.committed_bytes,
-                "resident_bytes": self._resident.latest,
+                "resident_bytes": self._resident.latest(),
                 "returned_frames_now": residency.ledger.num_returned_frames,
                 "returned_bytes_now": residency.returned_bytes,
                 "reserve_frames": residency.reserve_frames,

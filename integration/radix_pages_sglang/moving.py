@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +45,10 @@ class PoolMover:
         return self._geometry.page_of(convert.host_array(slots)[:: self._geometry.page_size])
 
     def copy(self, sources: Pages, targets: Pages) -> None:
-        move_kv_cache_native(
-            self._kvcache.k_buffer, self._kvcache.v_buffer, self._slots(targets), self._slots(sources)
-        )
+        with _one_thread():
+            move_kv_cache_native(
+                self._kvcache.k_buffer, self._kvcache.v_buffer, self._slots(targets), self._slots(sources)
+            )
 
     def repointed(self, payload: torch.Tensor, sources: Pages, targets: Pages) -> torch.Tensor:
         pages = self._geometry.page_of(convert.cpu_array(payload)[:: self._geometry.page_size])
@@ -58,20 +60,26 @@ class PoolMover:
         return torch.from_numpy((self._geometry.first_slot(pages)[:, None] + self._places).ravel())
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A slice has hundreds of copies too small to share: waking sleeping threads for each made 1 page cost 10 ms."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 @dataclass(slots=True)
 class MovingCounts:
-    """Totals since start. A plan is void when what it was made for changed before its last slice.
-
-    `longest_step_seconds` is the longest that one step kept the scheduler from its next batch: a plan with its
-    evictions and a slice of moves, or a slice.
-    """
+    """Totals since start. A plan is void when what it was made for changed before its last slice."""
 
     plans: int = 0
     void_plans: int = 0
     moved_pages: int = 0
     plan_seconds: float = 0.0
     move_seconds: float = 0.0
-    longest_step_seconds: float = 0.0
 
 
 class Reclaimer:
@@ -116,17 +124,18 @@ class Reclaimer:
         """Plan, or move a slice; whether the need is met as far as it can be, or was dropped."""
         if self._need is None:
             return True
-        begin = time.perf_counter()
+        start = time.perf_counter()
         if self._moves is None:
             self._moves = self._begin(self._need)
-        start = time.perf_counter()
-        self.counts.moved_pages += self._moves.step(self.moves_per_slice)
-        end = time.perf_counter()
-        self.counts.move_seconds += end - start
-        self.counts.longest_step_seconds = max(self.counts.longest_step_seconds, end - begin)
-        if not self._moves.is_done:
-            return False
-        is_void, self._moves = self._moves.is_stale, None
+            self.counts.plan_seconds += time.perf_counter() - start
+        else:
+            self.counts.moved_pages += self._moves.step(self.moves_per_slice)
+            self.counts.move_seconds += time.perf_counter() - start
+        return self._moves.is_done and self._ends(self._moves.is_stale)
+
+    def _ends(self, is_void: bool) -> bool:
+        """The plan is carried out or void: whether the work on its need ends with it."""
+        self._moves = None
         if is_void:
             self.counts.void_plans += 1
             self._replans += 1
@@ -138,16 +147,13 @@ class Reclaimer:
 
     def _begin(self, need: FrameNeed) -> Moves:
         """Make a plan and carry out its evictions."""
-        start = time.perf_counter()
         core, placement = self._cache.tree_core, self._placement()
         plan = plan_frames(core.leaves, placement.ledger, need, self._mover.pages_of)
         self._same(digest(plan))
         self.fell_short = plan.shortfall_frames > 0
         self._cache.evict_planned(plan)
         self.counts.plans += 1
-        moves = Moves(core.tree, placement, self._mover, plan)
-        self.counts.plan_seconds += time.perf_counter() - start
-        return moves
+        return Moves(core.tree, placement, self._mover, plan)
 
 
 def digest(plan: FramePlan) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,23 +31,38 @@ _MAPPING = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) .*\n(?:[A-Z]\w+: .*\n)*?Rss: +
 
 
 class ResidentWatch:
-    """Reads every few seconds, on a thread of its own, what a pool occupies: while it serves, nobody should wait."""
+    """Reads every few seconds what a pool occupies, on a thread of its own, as long as somebody wants to know.
 
-    def __init__(self, read: Callable[[], int], every_seconds: float) -> None:
+    A pool in use should not wait for the kernel's count. Nobody asking for `rest_seconds` ends the thread; the next
+    one who asks waits for a count and starts it again.
+    """
+
+    def __init__(self, read: Callable[[], int], every_seconds: float, rest_seconds: float = 60.0) -> None:
         self._read = read
         self._every = every_seconds
-        self.latest = read()
-        threading.Thread(target=self._watch, daemon=True, name="radix-pages-resident").start()
+        self._rest = rest_seconds
+        self._asked_at = 0.0
+        self._latest = 0
+        self._thread: threading.Thread | None = None
+
+    def latest(self) -> int:
+        """What was counted last, `every_seconds` ago at most."""
+        self._asked_at = time.monotonic()
+        if self._thread is None or not self._thread.is_alive():
+            self._latest = self._read()
+            self._thread = threading.Thread(target=self._watch, daemon=True, name="radix-pages-resident")
+            self._thread.start()
+        return self._latest
+
+    def now(self) -> int:
+        """Count at once, which may take milliseconds."""
+        self._latest = self._read()
+        return self._latest
 
     def _watch(self) -> None:
         pause = threading.Event()
-        while not pause.wait(self._every):
-            self.latest = self._read()
-
-    def now(self) -> int:
-        """Read at once, which may take milliseconds."""
-        self.latest = self._read()
-        return self.latest
+        while not pause.wait(self._every) and time.monotonic() - self._asked_at < self._rest:
+            self._latest = self._read()
 
 
 def process_resident_bytes(pid: int | str = "self") -> int:

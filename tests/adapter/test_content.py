@@ -26,7 +26,6 @@ from hypothesis.stateful import (
 
 from radix_pages.backing import CommitError
 from radix_pages.results import UnknownNodeError
-from radix_pages_sglang import control as control_module
 from radix_pages_sglang.config import MODES
 from radix_pages_sglang.control import (
     FREE_FRAMES,
@@ -40,7 +39,7 @@ from radix_pages_sglang.control import (
 from tests.adapter import caches
 from tests.adapter.caches import Namespace, Request, prefix_marks
 
-pytestmark = pytest.mark.usefixtures("published_config", "unwatched")
+pytestmark = pytest.mark.usefixtures("published_config")
 
 MOVE = MODES.index("move")
 ROWS = 5
@@ -48,18 +47,6 @@ SHAPES = {1: (4, 47), 4: (4, 47), 16: (2, 31)}
 """By page size: pages of a frame, and pages of the pool without the padding page. The last frame of some is short."""
 NAMESPACES = (Namespace(), Namespace("tenant"))
 SEEDS = st.integers(0, 2**16)
-
-
-class Unwatched:
-    """`ResidentWatch` without a thread for each of hundreds of caches."""
-
-    def __init__(self, read, every_seconds: float) -> None:
-        self.now, self.latest = read, 0
-
-
-@pytest.fixture
-def unwatched(monkeypatch):
-    monkeypatch.setattr(control_module, "ResidentWatch", Unwatched)
 
 
 def prompt(family: int, num_shared: int, variant: int, length: int) -> list[int]:
@@ -531,7 +518,7 @@ def test_every_match_returns_the_content_of_exactly_that_prefix(page_size):
 def test_content_is_true_in_a_long_stream_whose_plans_are_overtaken(page_size, placement, moves_per_slice):
     served = Served(page_size, placement, moves_per_slice)
     numbers = random.Random(page_size)
-    for _ in range(1200):
+    for _ in range(1500):
         served.act(numbers)
         served.assert_true()
         served.assert_sound()
