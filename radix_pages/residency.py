@@ -133,14 +133,20 @@ class Residency:
             return False
         return int(ledger.sizes[wanted].sum()) >= num_pages
 
-    def refill_reserve(self) -> None:
-        """Commit ahead, between batches, what the reserve lacks; within the ceiling, and not while commits fail."""
-        lacking = self.reserve_frames - len(self._empty_frames())
+    @property
+    def lacking_reserve(self) -> int:
+        """Frames that the reserve lacks and could have now: within the ceiling, and none while commits fail."""
+        if not self.reserve_frames or self.is_failing:
+            return 0
+        lacking = min(self.reserve_frames - len(self._empty_frames()), self.ledger.num_returned_frames)
         if self.max_frames is not None:
             lacking = min(lacking, self.max_frames - self.committed_frames)
-        frames = np.flatnonzero(self.ledger.is_returned)[: max(lacking, 0)]
-        if len(frames) and not self.is_failing:
-            self._commit(frames)
+        return max(lacking, 0)
+
+    def refill_reserve(self) -> None:
+        """Commit one frame ahead, between batches, where the reserve lacks some: a batch may wait for one, not all."""
+        if self.lacking_reserve:
+            self._commit(np.flatnonzero(self.ledger.is_returned)[:1])
 
     def trim(self, keep_committed: int | None = None) -> int:
         """Return empty frames, the highest first; how many that were.

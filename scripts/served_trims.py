@@ -2,8 +2,9 @@
 """What trims and moves under load cost the requests: gaps between tokens, with them and without, on a real server.
 
 One server of SmolLM2-135M-Instruct, in turns in mode move, where it keeps a quarter of its frames free for a
-neighbour and packs what is cached every second, and in mode observe, where nothing is given back or moved. One
-process, because two differ by more than what is asked for here; resident.py compares processes.
+neighbour, four committed ahead, and packs what is cached every second, and in mode observe, where all frames are
+committed and nothing is given back or moved. One process, because two differ by more than what is asked for here;
+resident.py compares processes.
 In either mode the cache is cut every second to as many tokens, so that both compute as many prompts anew. The same
 requests in both, 8 at a time, streamed. Reported: the ratio of the 99th percentiles (and of the medians) of the gaps
 between tokens, over all bursts of a side, with the 95% interval that resampling the pairs gives; and the longest that
@@ -29,7 +30,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 from numpy.typing import NDArray
 
-from radix_pages_sglang.client import CACHED, FREE, MODE, NO_BOUND, Client
+from radix_pages_sglang.client import CACHED, FREE, MODE, NO_BOUND, RESERVE, Client
 from radix_pages_sglang.cpu_engine.checkpoints import smollm2_checkpoint
 from radix_pages_sglang.experiments.provenance import RESULTS, first_line
 from radix_pages_sglang.knobs import MODES
@@ -37,6 +38,8 @@ from radix_pages_sglang.local_server import Server, serving
 
 SIDES = ("move", "observe")
 POOL_TOKENS, FRAME_TOKENS, CACHED_TOKENS, ANSWER_TOKENS = 8_192, 256, 3_000, 32
+NUM_FRAMES = POOL_TOKENS // FRAME_TOKENS
+RESERVED = 4
 PERCENTILES = {"median": 50, "p99": 99}
 RESAMPLES = 2_000
 
@@ -87,14 +90,23 @@ def cut_every_second(server: Server) -> Iterator[None]:
         thread.join()
 
 
+def begin(control: Client, side: str) -> None:
+    """Bring the server into the mode; when it only observes, no frame must have to come back during a burst."""
+    control.set(MODE, MODES.index("move"))
+    control.set(FREE, NUM_FRAMES // 4 if side == "move" else 0)
+    control.set(RESERVE, RESERVED if side == "move" else int(control.states()[0]["knobs"][RESERVE]["maximum"]))
+    while side == "observe" and control.states()[0]["memory"]["returned_frames"] > 1:  # one is not the reserve's
+        time.sleep(0.05)
+    control.set(MODE, MODES.index(side))
+
+
 def measure(server: Server, seed: int, pairs: int, num_requests: int) -> dict[str, list[Gaps]]:
     """The gaps of each side's bursts; the first pair warms up."""
     control = Client(server.url)
-    control.set(FREE, POOL_TOKENS // FRAME_TOKENS // 4)
     found: dict[str, list[Gaps]] = {side: [] for side in SIDES}
     for index in range(pairs + 1):
         for side in SIDES if index % 2 else SIDES[::-1]:
-            control.set(MODE, MODES.index(side))
+            begin(control, side)
             with cut_every_second(server):
                 found[side].append(burst(server, seed + index, num_requests))
     return {side: bursts[1:] for side, bursts in found.items()}

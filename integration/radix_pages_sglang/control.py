@@ -128,6 +128,7 @@ class MemoryControl:
         self.free_frames = settings.free_frames
         self._reclaimer = self._make_reclaimer()
         self._is_trimming = False
+        self._is_return_due = False
         self._rest = 0
         self._next_rest = LEAST_REST
         self._fixed_then = 0
@@ -135,7 +136,7 @@ class MemoryControl:
         self.trims = 0
         self.trim_seconds = 0.0
         self.longest_step_seconds = 0.0
-        """The longest that one step kept the requests of a busy server waiting: a plan, or a slice of moves."""
+        """The longest that a plan, a slice of moves or a return kept the requests of a busy server waiting."""
         self.capped_tokens = 0
         self._regrown_frames = 0
         self._idle_since: float | None = None
@@ -155,11 +156,11 @@ class MemoryControl:
 
     def step(self) -> None:
         """What has to be done before the next batch is chosen; next to nothing while every bound is kept."""
-        start = time.perf_counter()
         self._keep_cap()
         if self.residency is None:
             return
         is_busy = self._fixed_pages(self.residency) > 0
+        start = time.perf_counter()
         self._keep_memory(self.residency)
         if is_busy:
             self.longest_step_seconds = max(self.longest_step_seconds, time.perf_counter() - start)
@@ -172,7 +173,7 @@ class MemoryControl:
         if self._moves_pages:
             self._keep_free_frames(residency)
             self._work(residency)
-        if residency.reserve_frames and self._returns:
+        if self._returns:
             residency.refill_reserve()
         if self._metrics is not None and time.monotonic() >= self._report_at:
             self.report()
@@ -187,7 +188,7 @@ class MemoryControl:
             return
         if self._reclaimer is not None and self._moves_pages:
             self._reclaimer.aim(CachedPages(self.residency.ledger.num_pages))  # whatever is cached by then stays
-            self._is_trimming = True
+            self._is_trimming, self._is_return_due = True, False
             return
         self._return_empty(self.residency)
 
@@ -243,10 +244,18 @@ class MemoryControl:
 
     @property
     def is_working(self) -> bool:
-        """Whether a trim or the free frames are being worked on, so that another step is due at once."""
+        """Whether a trim, the free frames or the reserve are being worked on, so that another step is due at once."""
+        if self.residency is not None and self._returns and self.residency.lacking_reserve:
+            return True
         if self._reclaimer is None or not self._moves_pages:
             return False
-        return self._reclaimer.is_working or (self._rest > 0 and not self._reclaimer.fell_short)
+        is_resting = self._rest > 0 and not self._reclaimer.fell_short
+        return self._is_reclaiming or is_resting
+
+    @property
+    def _is_reclaiming(self) -> bool:
+        """Whether there is a need to meet, or what came free for one has yet to be returned."""
+        return self._is_return_due or (self._reclaimer is not None and self._reclaimer.is_working)
 
     @property
     def _returns(self) -> bool:
@@ -257,11 +266,13 @@ class MemoryControl:
         return self._reclaimer is not None and MODES[self.mode] == "move"
 
     def _make_reclaimer(self) -> Reclaimer | None:
-        if MODES[self.highest_mode] != "move":
+        residency = self.residency
+        if MODES[self.highest_mode] != "move" or residency is None:
             return None
         allocator, group = self._allocator, self._cache.tp_group
         mover = PoolMover(allocator.get_kvcache(), self._geometry)
-        budget = moves_in(mover, self._geometry, allocator.settings.trim_budget_ms / 1000)
+        seconds = allocator.settings.trim_budget_ms / 1000
+        budget = moves_in(mover, int(residency.ledger.sizes[0]), residency.total_bytes, seconds)
         return Reclaimer(
             self._cache,
             mover,
@@ -283,18 +294,26 @@ class MemoryControl:
             return
         self._rest = 0
         lacking = target - (residency.ledger.num_frames - residency.committed_frames)
-        if self._reclaimer is None or self._reclaimer.is_working or lacking <= target // 8:
+        if self._reclaimer is None or self._is_reclaiming or lacking <= target // 8:
             return
         self._give_back(residency, residency.ledger.num_frames - target)
         if self._moves_pages and target > residency.ledger.num_returned_frames:
             self._reclaimer.aim(FreeFrames(target - residency.ledger.num_returned_frames))
 
     def _work(self, residency: Residency) -> None:
-        """One slice of what is being worked on; what came free goes back when that is done."""
-        if self._reclaimer is None or not self._reclaimer.is_working or not self._reclaimer.step():
-            return
-        self._next_rest = min(2 * self._next_rest, MOST_REST) if self._reclaimer.fell_short else LEAST_REST
+        """One slice of what is being worked on; what came free goes back in the step after the last."""
+        if self._is_return_due:
+            self._is_return_due = False
+            self._return_freed(residency)
+        elif self._reclaimer is not None and self._reclaimer.is_working and self._reclaimer.step():
+            self._is_return_due = True
+            self._begin_rest(self._reclaimer, residency)
+
+    def _begin_rest(self, reclaimer: Reclaimer, residency: Residency) -> None:
+        self._next_rest = min(2 * self._next_rest, MOST_REST) if reclaimer.fell_short else LEAST_REST
         self._rest, self._fixed_then = self._next_rest, self._fixed_pages(residency)
+
+    def _return_freed(self, residency: Residency) -> None:
         if self._is_trimming:
             self._is_trimming = False
             self._return_empty(residency)
@@ -321,7 +340,7 @@ class MemoryControl:
         """
         self._give_back(residency, residency.max_frames)
         if self._reclaimer is not None and self._moves_pages and residency.max_frames is not None:
-            if residency.over_ceiling_frames and not self._reclaimer.is_working and not self._rest:
+            if residency.over_ceiling_frames and not self._is_reclaiming and not self._rest:
                 self._reclaimer.aim(HeldFrames(residency.max_frames))
             return
         while (over := residency.over_ceiling_frames) and (cached := self._cache.evictable_size()):
@@ -371,7 +390,7 @@ class MemoryControl:
         self._set_bounds()
         if self._reclaimer is not None and not self._moves_pages:
             self._reclaimer.drop()
-            self._is_trimming = False
+            self._is_trimming = self._is_return_due = False
 
     def _set_bounds(self) -> None:
         """Tell the residency what holds in this mode."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from radix_pages.units import Geometry
     from radix_pages_sglang.cache import RadixPagesCache
 
+_MORE_THAN_CACHES = 64 << 20
+
 MOST_REPLANS = 8
 """So often in a row a plan may be overtaken by what requests do before the need is dropped."""
 
@@ -168,13 +170,20 @@ def digest(plan: FramePlan) -> int:
     return int.from_bytes(hashed.digest(), "big")
 
 
-def moves_in(mover: PoolMover, geometry: Geometry, seconds: float) -> int:
-    """How many pages one call can copy in that time, at least one; tried on pages of frame 0, each onto itself."""
-    pages = np.arange(geometry.pages_per_frame)[:8]
-    mover.copy(pages, pages)
+def moves_in(mover: PoolMover, num_pages: int, pool_bytes: int, seconds: float) -> int:
+    """How many pages one call can copy in that time, at least one.
+
+    Tried on the `num_pages` pages of frame 0, which always has memory, before anything is stored there. Caches are as
+    cold as a pool of `pool_bytes` leaves them, since that is how a slice finds its pages.
+    """
+    count = min(max(num_pages // 2, 1), 8)
+    sources = np.arange(count)
+    targets = np.minimum(sources + count, num_pages - 1)
+    others = np.zeros(min(pool_bytes, _MORE_THAN_CACHES), dtype=np.uint8)
     times = []
-    for _ in range(5):
+    for _ in range(6):
+        others += 1
         start = time.perf_counter()
-        mover.copy(pages, pages)
+        mover.copy(sources, targets)
         times.append(time.perf_counter() - start)
-    return max(int(seconds * len(pages) / min(times)), 1)
+    return max(int(seconds * count / min(times[1:])), 1)

@@ -502,12 +502,16 @@ def test_a_trim_of_an_empty_cache_leaves_frame_0():
     assert_sound(c)
 
 
-def test_the_reserve_is_refilled_between_batches_and_survives_trims():
+def test_the_reserve_is_refilled_between_batches_a_frame_at_a_time_and_survives_trims():
     c = returning()
     control_of(c).set(RESERVE_FRAMES, 3)
+    assert frames(c).startswith("#. .. -- -- --")
+    while control_of(c).is_working:  # which keeps an idle server awake
+        control_of(c).step()
     assert frames(c).startswith("#. .. .. .. --")
     c.insert(A16)
-    control_of(c).step()
+    for _ in range(3):
+        control_of(c).step()
     assert frames(c).startswith("## ## #. .. .. .. --")
     assert trimmed(c) == 0
     control_of(c).set(RESERVE_FRAMES, 1)

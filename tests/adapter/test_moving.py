@@ -166,13 +166,12 @@ def test_the_budget_is_tried_on_memory_of_frame_0_and_is_at_least_a_page(pages_p
     """All other frames may have been returned."""
     tried = []
     mover = SimpleNamespace(copy=lambda sources, targets: tried.append((sources.tolist(), targets.tolist())))
-    geometry = Geometry(16, pages_per_frame=pages_per_frame)
-    assert moves_in(mover, geometry, 1e-12) == 1
-    assert moves_in(mover, geometry, 10.0) > 1
+    assert moves_in(mover, pages_per_frame, 1000, 1e-12) == 1
+    assert moves_in(mover, pages_per_frame, 1000, 10.0) > 1
     for sources, targets in tried:
-        assert sources == targets
-        assert sources
-        assert max(sources) < pages_per_frame
+        assert len(sources) == len(set(targets)) == min(max(pages_per_frame // 2, 1), 8)
+        assert pages_per_frame == 1 or not set(sources) & set(targets)
+        assert max(sources + targets) < pages_per_frame
 
 
 def test_a_larger_budget_moves_more_pages(monkeypatch):
@@ -181,7 +180,7 @@ def test_a_larger_budget_moves_more_pages(monkeypatch):
     monkeypatch.setattr(moving, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     mover = SimpleNamespace(copy=lambda sources, targets: None)
     for seconds, num_pages in ((0.005, 20), (0.1, 400)):
-        assert abs(moves_in(mover, Geometry(16, pages_per_frame=8), seconds) - num_pages) <= 1
+        assert abs(moves_in(mover, 16, 1000, seconds) - num_pages) <= 1
 
 
 @pytest.mark.parametrize("frame_pages", [1, 2])
@@ -355,6 +354,30 @@ def test_every_rank_moves_as_much_in_a_slice_as_the_slowest(monkeypatch):
 
 
 # trims
+
+
+def test_what_came_free_goes_back_in_a_step_of_its_own():
+    c = scattered()
+    control_of(c).trim()
+    committed = []
+    while control_of(c).is_working:
+        control_of(c).step()
+        committed.append(residency(c).committed_frames)
+    assert committed[:3] == [7, 7, 4]  # the plan, its moves, the return
+
+
+def test_a_trim_that_is_asked_for_while_a_return_is_due_packs_before_it_returns():
+    c = scattered()
+    control_of(c).trim()
+    control_of(c).step()
+    control_of(c).step()
+    c.evict(8)
+    control_of(c).trim()
+    assert control_of(c).trims == 0
+    work(c)
+    assert control_of(c).trims == 1
+    assert residency(c).committed_frames == floor_of(c)
+    assert_sound(c)
 
 
 @pytest.mark.parametrize("pretended", [True, False])

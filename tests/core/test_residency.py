@@ -294,20 +294,26 @@ def test_reports_hear_of_frames_that_went_and_came():
 
 def test_the_reserve_is_committed_ahead_the_lowest_frames_first():
     r = drawn("#### ##.. ---- ---- ----", reserve_frames=2)
+    assert r.lacking_reserve == 2
+    r.refill_reserve()
+    assert drawing(r) == "#### ##.. .... ---- ----"
     r.refill_reserve()
     assert drawing(r) == "#### ##.. .... .... ----"
     r.refill_reserve()
-    assert calls(r) == [("commit", [2, 3])]
+    assert calls(r) == [("commit", [2]), ("commit", [3])]
+    assert r.lacking_reserve == 0
 
 
 def test_the_reserve_never_breaks_the_ceiling():
     r = drawn("#### ---- ---- ---- ----", reserve_frames=3, max_frames=3)
-    r.refill_reserve()
+    assert r.lacking_reserve == 2
+    for _ in range(3):
+        r.refill_reserve()
     assert drawing(r) == "#### .... .... ---- ----"
     assert r.counts.ceiling_refusals == 0
     r.max_frames = 1
     r.refill_reserve()
-    assert len(calls(r)) == 1
+    assert len(calls(r)) == 2
 
 
 def test_while_commits_fail_the_reserve_waits():
@@ -316,6 +322,7 @@ def test_while_commits_fail_the_reserve_waits():
     r.refill_reserve()
     r.refill_reserve()
     assert (len(calls(r)), r.counts.commit_failures) == (1, 1)
+    assert r.lacking_reserve == 0
     assert [r.grow(1), r.grow(1)] == [False, True]
     r.refill_reserve()
     assert drawing(r) == "#### .... .... ----"

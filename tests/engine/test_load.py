@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -144,7 +143,6 @@ def test_sglangs_own_eviction_metrics_count_what_we_evicted(server):
 
 def test_the_server_is_still_healthy_after_all_this(server):
     assert server.process.poll() is None
-    assert threading.active_count() < 50
     server.request("/health_generate")
     assert complaints(server) == []
 
