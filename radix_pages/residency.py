@@ -122,6 +122,8 @@ class Residency:
             self._skip -= 1
             return False
         ledger = self.ledger
+        if not ledger.num_returned_frames:  # a full pool asks at every step
+            return False
         wanted = self._returned_with(num_pages)
         if spare_neighbour and self.free_frames:
             wanted = wanted[: max(ledger.num_frames - self.free_frames - self.committed_frames, 0)]

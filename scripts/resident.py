@@ -14,6 +14,8 @@ steady     mode return against mode observe under the same chats: output tokens 
            first token. Two servers of the same set-up differ by a few percent however long one measures, so both
            are started anew several times; each time they are loaded in turns. The interval of the ratio is that of
            the starts' means.
+turns      the same load on one server that is told to return and to observe in turns: what the mode itself costs.
+           What differs from process to process is out of it, and so is what the backing costs.
 
 Writes scripts/results/resident.txt and .json, with --only a file of that part's name; --json ends with one object.
 """
@@ -31,15 +33,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from radix_pages_sglang.client import Client
+from radix_pages_sglang.client import MODE, Client
 from radix_pages_sglang.control import MAX_CACHED_TOKENS, NO_BOUND, TRIM
 from radix_pages_sglang.counts import STATE_KEY
 from radix_pages_sglang.cpu_engine.checkpoints import smollm2_checkpoint, tiny_llama
+from radix_pages_sglang.experiments.pairs import interval
 from radix_pages_sglang.experiments.provenance import RESULTS, first_line
+from radix_pages_sglang.knobs import MODES
 from radix_pages_sglang.local_server import Server, serving
 from radix_pages_sglang.resident import process_resident_bytes, resident_bytes
 
-PARTS = ("returned", "baselines", "steady")
+PARTS = ("returned", "baselines", "steady", "turns")
 PAGE_SIZE = 16
 KV_TOKENS = 23_296
 """1 GiB of KV: 30 layers x (K + V) x 3 heads x 64 x 4 bytes are 46,080 bytes a token."""
@@ -48,6 +52,11 @@ PROMPT_TOKENS = 1_440
 RETURN = {"RADIX_PAGES_MODE": "return", "RADIX_PAGES_IDLE_TRIM_SECONDS": "0"}
 NEVER = {"RADIX_PAGES_MODE": "place", "RADIX_PAGES_BACKING": "mmap"}
 OBSERVE = {"RADIX_PAGES_MODE": "observe"}
+STEADY = (
+    *("--load-format", "dummy", "--dtype", "float32", "--page-size", "16", "--max-total-tokens", "8192"),
+    *("--max-running-requests", "8", "--sleep-on-idle"),
+)
+"""The tiny model's server for the steady load."""
 
 
 class Report:
@@ -238,27 +247,42 @@ def steady_part(report: Report, seed: int, starts: int, pairs: int) -> None:
             f"start {start + 1}: return / observe, throughput and first token, of each pair: "
             + ", ".join(f"{throughput:.3f} {first:.3f}" for throughput, first in ratios[-1])
         )
-    for place, what in enumerate(("output tokens a second", "median seconds to the first token")):
-        means = [statistics.mean(pair[place] for pair in pairs_of_start) for pairs_of_start in ratios]
-        low, high = interval(means)
-        report.say(
-            f"{what}: return / observe {statistics.mean(means):.4f}, 95% interval {low:.4f} to {high:.4f} over "
-            f"{starts} starts of both servers, {pairs} alternated pairs of loads each"
-        )
-        name = ("throughput", "ttft")[place]
-        report.numbers[f"steady_{name}_ratio"] = [round(value, 4) for value in (statistics.mean(means), low, high)]
+    means = [(statistics.mean(a for a, _ in one), statistics.mean(b for _, b in one)) for one in ratios]
+    say_ratios(report, "steady", means, f"{starts} starts of both servers, {pairs} alternated pairs of loads each")
+
+
+def turns_part(report: Report, seed: int, pairs: int) -> None:
+    found: dict[str, list[tuple[float, float]]] = {"return": [], "observe": []}
+    with serving(tiny_llama(), *STEADY, env={**RETURN, "RADIX_PAGES_IDLE_TRIM_SECONDS": "30"}) as server:
+        control = Client(server.url)
+        for index in range(pairs + 1):
+            for name in ("return", "observe") if index % 2 else ("observe", "return"):
+                control.set(MODE, MODES.index(name))
+                found[name].append(burst(server, seed + index))
+    both = list(zip(found["return"], found["observe"], strict=True))[1:]  # the first pair warms up
+    ratios = [(ours[0] / theirs[0], ours[1] / theirs[1]) for ours, theirs in both]
+    say_ratios(report, "turns", ratios, f"{pairs} alternated pairs of loads in one process")
+
+
+def say_ratios(report: Report, part: str, ratios: list[tuple[float, float]], over: str) -> None:
+    """Report return / observe of throughput and of the time to the first token, and keep them for --json."""
+    for name, what, values in zip(
+        ("throughput", "ttft"),
+        ("output tokens a second", "median seconds to the first token"),
+        zip(*ratios, strict=True),
+        strict=True,
+    ):
+        mean, (low, high) = statistics.mean(values), interval(values)
+        report.say(f"{what}: return / observe {mean:.4f}, 95% interval {low:.4f} to {high:.4f} over {over}")
+        report.numbers[f"{part}_{name}_ratio"] = [round(value, 4) for value in (mean, low, high)]
 
 
 def steady_start(seed: int, pairs: int, names: tuple[str, str]) -> list[tuple[float, float]]:
     """Start both servers, in the order of `names`, and load them in turns: return / observe of each pair."""
-    arguments = (
-        *("--load-format", "dummy", "--dtype", "float32", "--page-size", "16", "--max-total-tokens", "8192"),
-        *("--max-running-requests", "8", "--sleep-on-idle"),
-    )
     modes = {"return": {**RETURN, "RADIX_PAGES_IDLE_TRIM_SECONDS": "30"}, "observe": OBSERVE}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     with ExitStack() as stack:
-        servers = {name: stack.enter_context(serving(tiny_llama(), *arguments, env=modes[name])) for name in names}
+        servers = {name: stack.enter_context(serving(tiny_llama(), *STEADY, env=modes[name])) for name in names}
         for index in range(pairs + 1):
             for name in names if index % 2 else names[::-1]:
                 found[name].append(burst(servers[name], seed + index))
@@ -285,15 +309,6 @@ def burst(server: Server, seed: int, requests: int = 160, answer: int = 24) -> t
     return tokens / seconds, statistics.median(first for first, _, _ in answers if first)
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """The 95% interval of the mean, by Student's t."""
-    from scipy import stats
-
-    half = stats.t.ppf(0.975, len(ratios) - 1) * statistics.stdev(ratios) / math.sqrt(len(ratios))
-    mean = statistics.mean(ratios)
-    return mean - half, mean + half
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="chooses prompts and chats")
@@ -301,10 +316,11 @@ def main() -> None:
     parser.add_argument("--probes", type=int, default=10, help="pairs of requests that time regrowing")
     parser.add_argument("--starts", type=int, default=6, help="how often both servers of the steady load start")
     parser.add_argument("--pairs", type=int, default=4, help="alternated pairs of the steady load for each start")
+    parser.add_argument("--turns", type=int, default=16, help="alternated pairs of the steady load on one server")
     parser.add_argument("--json", action="store_true", help="end with one line holding the numbers as JSON")
     args = parser.parse_args()
-    if args.probes < 1 or args.pairs < 1 or args.starts < 2:
-        parser.error("--probes and --pairs need at least 1, --starts at least 2")
+    if args.probes < 1 or args.pairs < 1 or args.starts < 2 or args.turns < 2:
+        parser.error("--probes and --pairs need at least 1, --starts and --turns at least 2")
     report, parts = Report(), args.only or PARTS
     report.say(first_line(args.seed))
     if "returned" in parts:
@@ -313,6 +329,8 @@ def main() -> None:
         baselines_part(report, args.seed)
     if "steady" in parts:
         steady_part(report, args.seed, args.starts, args.pairs)
+    if "turns" in parts:
+        turns_part(report, args.seed, args.turns)
     name = "-".join(["resident", *(args.only or ())])
     (RESULTS / f"{name}.txt").write_text("\n".join(report.lines) + "\n")
     (RESULTS / f"{name}.json").write_text(json.dumps(report.numbers, indent=1) + "\n")
