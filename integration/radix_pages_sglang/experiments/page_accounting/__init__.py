@@ -1,0 +1,1 @@
+"""Does evicting scattered tokens free pages? A real model's choices, driven through real allocators."""
