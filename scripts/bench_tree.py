@@ -19,39 +19,13 @@ import time
 from array import array
 
 import torch
-from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
-import radix_pages_sglang
-from radix_pages_sglang.cache import RadixPagesCache
+from radix_pages_sglang.experiments.cores import CLASSES, make_cache, prepare
 from radix_pages_sglang.experiments.provenance import first_line
 
 CONVERSATIONS, TURNS = 2000, 5
-CLASSES = {"rust": UnifiedRadixCache, "python": UnifiedRadixCache, "ours": RadixPagesCache, "legacy": RadixCache}
-CORES = {"ours": "radix_pages"}
-
-
-def make_cache(name: str, page_size: int, slots: int):
-    """A cache called `name` over SGLang's own allocator with room for `slots` slots."""
-    common = (torch.float16, "cpu", None, False)
-    if page_size == 1:
-        allocator = TokenToKVPoolAllocator(slots, *common)
-    else:
-        allocator = PagedTokenToKVPoolAllocator(slots, page_size, *common)
-    params = CacheInitParams(
-        disable=False,
-        req_to_token_pool=None,
-        token_to_kv_pool_allocator=allocator,
-        page_size=page_size,
-        tree_components=(ComponentType.FULL,),
-        tree_core_backend=CORES.get(name, name),
-    )
-    return CLASSES[name](params)
 
 
 def conversations(seed: int) -> list[list[array]]:
@@ -178,9 +152,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one line holding the ratios as a JSON object")
     parser.add_argument("--memory-of", choices=CLASSES, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    set_global_server_args_for_scheduler(ServerArgs(model_path="dummy"))
-    radix_pages_sglang.register()
-    torch.set_num_threads(1)
+    prepare()
     if args.memory_of:
         measure_memory(args.memory_of, args.seed)
         return

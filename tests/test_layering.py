@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "results": {"node"},
     "tree": {"units", "node", "results"},
     "order": {"node"},
+    "prefixes": {"node"},
     "planner": {"units", "node", "order"},
     "frame_search": {"units", "ledger", "node", "order", "planner"},
     "frame_planner": {"units", "ledger", "node", "order", "planner", "frame_search"},

@@ -17,8 +17,10 @@ from radix_pages.ledger import Ledger, LedgerError
 from radix_pages_sglang import convert
 from radix_pages_sglang.allocator import FrameAware
 from radix_pages_sglang.control import MemoryControl
-from radix_pages_sglang.counts import EvictionCounts
+from radix_pages_sglang.counts import EvictionCounts, PrefillCounts
+from radix_pages_sglang.hooks import row_bytes
 from radix_pages_sglang.metrics import CacheMetrics, MinuteLog, TickClock, frame_map, frames_by_occupancy
+from radix_pages_sglang.page_map import Requests, frame_holders, largest_prefixes, pages_in_rows
 from radix_pages_sglang.tree_core import Evicted
 
 
@@ -33,6 +35,7 @@ class RadixPagesCache(UnifiedRadixCache):
 
     def __init__(self, params: CacheInitParams) -> None:
         self.eviction_counts = EvictionCounts()
+        self.prefill_counts = PrefillCounts()
         self._clock = TickClock()
         self._log = MinuteLog()
         self._gauges_set = 0.0
@@ -100,12 +103,21 @@ class RadixPagesCache(UnifiedRadixCache):
         if self._log.is_due(self.eviction_counts):
             self._log.speak(self.eviction_counts, occupancy)
 
-    def state(self) -> dict[str, object]:
-        """What `/server_info` tells of this rank."""
-        state: dict[str, object] = asdict(self.eviction_counts)
+    def state(self, requests: Requests | None = None) -> dict[str, object]:
+        """What `/server_info` tells of this rank; `requests` are those that run, unless there is no scheduler."""
+        state: dict[str, object] = asdict(self.eviction_counts) | asdict(self.prefill_counts)
         if self._frames is None:
             return state
-        state |= asdict(self._frames.geometry) | {"cached_tokens": self.evictable_size()}
+        requests = requests or Requests()
+        geometry = self._frames.geometry
+        state |= asdict(geometry) | {
+            "page_bytes": geometry.slots(sum(row_bytes(self._frames.get_kvcache()))),
+            "cached_tokens": self.evictable_size(),
+            "protected_tokens": self.protected_size(),
+            "running_requests": len(requests.rows),
+            "waiting_requests": requests.waiting,
+            "shared_prefixes": largest_prefixes(self.tree_core.tree, geometry),
+        }
         if self.control is not None:
             state |= self.control.state()
         try:
@@ -114,6 +126,9 @@ class RadixPagesCache(UnifiedRadixCache):
             return state | {"ledger_error": str(error)}
         state |= asdict(ledger.occupancy_report())
         state |= {"frames_by_occupancy": frames_by_occupancy(ledger), "frame_map": frame_map(ledger)}
+        rows = [*requests.rows, *self.session_records().values()]
+        used = pages_in_rows(rows, self.req_to_token_pool.req_to_token, geometry)
+        state |= {"frame_holders": frame_holders(ledger, used)}
         if self._frames.ledger_is_at_hand:  # elsewhere the ledger is made anew each time and has no past
             state |= {"frames_emptied": ledger.frames_emptied, "frames_refilled": ledger.frames_refilled}
         return state

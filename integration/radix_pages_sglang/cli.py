@@ -11,9 +11,12 @@ from typer.core import TyperGroup
 
 from radix_pages_sglang.ctl import ctl
 from radix_pages_sglang.demo import demo
+from radix_pages_sglang.experiments.commands import experiment
+from radix_pages_sglang.experiments.report import report
 from radix_pages_sglang.serve import CommandError, installed_sglang, serve
 from radix_pages_sglang.support import SUPPORTED_VERSIONS
 from radix_pages_sglang.top import top
+from radix_pages_sglang.watch.command import watch
 
 
 class Commands(TyperGroup):
@@ -51,3 +54,6 @@ app.command()(version)
 app.command()(demo)
 app.add_typer(ctl, name="ctl")
 app.command()(top)
+app.command()(watch)
+app.add_typer(experiment, name="experiment")
+app.command()(report)

@@ -1,4 +1,4 @@
-"""What evictions were asked for and what they did, per process, reported in `/server_info`."""
+"""What evictions were asked for and did, and what prefills found cached, per process; reported in `/server_info`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from radix_pages.units import Geometry
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_components.metrics_reporter import PrefillStats
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 
 COUNT_STOCK = "RADIX_PAGES_COUNT_STOCK"
@@ -45,6 +46,22 @@ class EvictionCounts:
         self.eviction_seconds += seconds
 
 
+@dataclass(slots=True)
+class PrefillCounts:
+    """Totals since start: prompt tokens found cached, and those computed. The hit rate is the part of the first.
+
+    As in SGLang's `cache_hit_rate`, what a request prefills again after it was retracted does not count.
+    """
+
+    hit_tokens: int = 0
+    computed_tokens: int = 0
+
+    def record(self, stats: PrefillStats) -> None:
+        """One batch was prefilled."""
+        self.hit_tokens += stats.log_hit_tokens - stats.reprocessed_log_hit_tokens
+        self.computed_tokens += stats.log_input_tokens - stats.reprocessed_log_input_tokens
+
+
 _stock_counts: WeakKeyDictionary = WeakKeyDictionary()
 
 
@@ -57,6 +74,11 @@ def register_hooks() -> None:
         _add_state,
         HookType.AFTER,
     )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.report_prefill_stats",
+        _count_prefill,
+        HookType.BEFORE,
+    )
     if os.environ.get(COUNT_STOCK) == "1":
         HookRegistry.register(
             "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.evict_for_alloc",
@@ -68,10 +90,18 @@ def register_hooks() -> None:
 def _add_state(result, controller, *args, **kwargs):
     cache = controller.scheduler.tree_cache
     if hasattr(cache, "eviction_counts"):  # ours; its class cannot be imported here, it imports this module
-        result.internal_state[STATE_KEY] = cache.state()
+        from radix_pages_sglang.page_map import requests_of
+
+        result.internal_state[STATE_KEY] = cache.state(requests_of(controller.scheduler))
     elif os.environ.get(COUNT_STOCK) == "1":
         result.internal_state[STATE_KEY] = asdict(_stock_counts.setdefault(cache, EvictionCounts()))
     return result
+
+
+def _count_prefill(reporter, batch, prefill_stats: PrefillStats, *args, **kwargs) -> None:
+    counts = getattr(reporter.scheduler.tree_cache, "prefill_counts", None)
+    if counts is not None:
+        counts.record(prefill_stats)
 
 
 def _count_stock_eviction(evict_for_alloc, cache, params: EvictParams, **kwargs) -> EvictResult:

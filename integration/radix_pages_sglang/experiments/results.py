@@ -6,6 +6,7 @@ Imports the standard library alone, so that help and bad input are answered at o
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -27,7 +28,10 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of a chart, with an interval around each where `lower` and `upper` are given. x may be names."""
+    """Points of a chart, with an interval around each where `lower` and `upper` are given. x may be names.
+
+    Dashed is a bound or a reference: its points are hollow, and joined in a scatter chart too.
+    """
 
     label: str
     x: Sequence[float] | Sequence[str]
@@ -68,15 +72,38 @@ class Result:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Write as JSON, the documented keys at the top level beside the parts of the report."""
-        path.write_text(json.dumps({**self.values, "report": {**asdict(self), "values": {}}}, indent=1) + "\n")
+        """Write as JSON, the documented keys at the top level beside the parts of the report.
+
+        What is not a number (nan, an infinity) becomes null: JSON has no word for it.
+        """
+        path.write_text(json.dumps(_written(self), indent=1) + "\n")
 
 
 def read(path: Path) -> Result:
-    """The result that `Result.write` wrote. Raises ValueError when `path` holds something else."""
-    written = json.loads(path.read_text())
+    """The result that `Result.write` wrote. Raises ValueError, which names `path`, when it holds something else."""
+    try:
+        written = json.loads(path.read_text())
+        return _from_written(written)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path} was not written by radix-pages experiment ({reason})") from error
+
+
+def as_read(result: Result) -> Result:
+    """`result` as it would be read after it was written: plain values in lists."""
+    return _from_written(_written(result))
+
+
+def _written(result: Result) -> dict[str, Any]:
+    if "report" in result.values:
+        raise ValueError("report is no name for a value: it holds the parts of the report")
+    plain: dict[str, Any] = _plain({**result.values, "report": {**asdict(result), "values": {}}})
+    return plain
+
+
+def _from_written(written: Any) -> Result:
     if not isinstance(written, dict) or "report" not in written:
-        raise ValueError(f"{path} was not written by radix-pages experiment: it has no report")
+        raise ValueError("it has no report")
     parts = dict(written["report"])
     parts["tables"] = [Table(**table) for table in parts["tables"]]
     parts["charts"] = [
@@ -84,3 +111,16 @@ def read(path: Path) -> Result:
     ]
     parts["values"] = {key: value for key, value in written.items() if key != "report"}
     return Result(**parts)
+
+
+def _plain(value: Any) -> Any:
+    """`value` of what JSON knows alone: of numpy numbers and arrays, paths, tuples and other mappings as well."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
