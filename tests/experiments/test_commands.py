@@ -28,6 +28,10 @@ KEYS = {
         *("rows", "trace", "blocks", "policy", "core", "ms_per_token", "hit_rate", "frames_held", "reclaimed_frames"),
         *("infeasible", "frontier", "cap_blocks", "returned_bytes"),
     },
+    "colocate": {
+        *("rows", "rule", "kind", "split", "joint_hit_rate", "low", "high", "goodput", "bytes_lent", "lend_seconds"),
+        *("failed_commits", "failed_requests", "best_static_split", "gain_points", "gain_low", "gain_high"),
+    },
 }
 """What scripts read from `--json FILE` of each experiment; names that are gone from here break somebody's script."""
 

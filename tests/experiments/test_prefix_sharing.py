@@ -379,3 +379,12 @@ def test_durations_need_arrivals(ask, tmp_path):
     done = ask("--ms-per-token", "20", path=path)
     assert done.exit_code == 2
     assert "arrive at the same time: --ms-per-token above 0 needs timestamps" in done.stderr
+
+
+def test_all_traces_are_read_before_any_is_replayed(ask, tmp_path, monkeypatch):
+    bad = write(tmp_path / "bad.jsonl", [1])
+    bad.write_text(bad.read_text() + "{\n")
+    monkeypatch.setattr(cores, "prepare", lambda: pytest.fail("a cache was made"))
+    done = ask("--trace", str(bad))
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert f"{bad}, line 2: " in done.stderr

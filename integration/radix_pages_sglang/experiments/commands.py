@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
 from radix_pages_sglang.experiments.chat.command import chat
+from radix_pages_sglang.experiments.colocate.command import colocate
 from radix_pages_sglang.experiments.page_accounting.command import page_accounting
 from radix_pages_sglang.experiments.prefix_sharing.command import prefix_sharing
 from radix_pages_sglang.experiments.report import check_places
@@ -32,10 +34,11 @@ class Experiment(TyperCommand):
         return super().invoke(ctx)
 
 
-WHAT_FOR = {
+WHAT_FOR: dict[Callable[..., None], str] = {
     page_accounting: "Does evicting scattered tokens free pages?",
     chat: "The same chats on this cache and on stock SGLang.",
     prefix_sharing: "Request traces replayed through both, without a model.",
+    colocate: "Two models with opposed bursts share one memory budget.",
 }
 """The experiments, and what each is about in a line short enough for the list of commands."""
 

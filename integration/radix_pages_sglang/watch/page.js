@@ -6,6 +6,7 @@ import { hitRates, perSecond, seriesOf, total } from "./figures.js";
 import { cellsOf, FrameGrid, KINDS } from "./frames.js";
 
 const MOST_SAMPLES = 3600;
+const LEAST_SECONDS = 20; // so that the first seconds of a watch fill a chart, but do not race through it
 const SPANS = { "2 min": 120, "10 min": 600, "1 h": 3600 };
 const at = (id) => document.getElementById(id);
 const tip = at("tip");
@@ -209,7 +210,8 @@ function showFrames(ranks) {
 function showCharts(series, { now, interval }) {
   choice(at("spans"), Object.entries(SPANS), view.seconds, (seconds) => (view.seconds = seconds));
   const gap = 3 * interval + 1;
-  const draw = (chart, values) => chart.draw(series.at, values, now, view.seconds, gap);
+  const seconds = Math.min(view.seconds, Math.max(now - (series.at[0] ?? now), LEAST_SECONDS));
+  const draw = (chart, values) => chart.draw(series.at, values, now, seconds, gap);
   draw(charts.memory, series);
   draw(charts.reclaim, { reclaimed: series.reclaimed_bytes, returned: series.returned_bytes_total });
   draw(charts.hits, { rate: hitRates(series) });

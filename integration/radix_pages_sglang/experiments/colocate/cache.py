@@ -1,4 +1,4 @@
-"""One model's cache and its part of the shared memory: the real tree, ledger, placement, planner, moves and residency.
+"""One model's cache and its part of the shared memory: the real tree, ledger, planner, moves and residency.
 
 Only KV and its memory are imaginary. A page of a prompt is one slot of the tree here: its id stands for its tokens.
 """

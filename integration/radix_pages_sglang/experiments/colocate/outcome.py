@@ -98,7 +98,9 @@ class Outcome:
 
     def lent_frames(self, shares: tuple[int, int]) -> float:
         """Frames that models have beyond their share of a static split, both together, on average over time."""
-        counted = [sum(max(has - own, 0) for has, own in zip(one.committed, shares, strict=True)) for one in self.samples]
+        counted = [
+            sum(max(has - own, 0) for has, own in zip(one.committed, shares, strict=True)) for one in self.samples
+        ]
         return sum(counted) / len(counted)
 
 

@@ -10,9 +10,9 @@ from radix_pages_sglang.experiments.colocate.outcome import Judged, Memory, Spee
 from radix_pages_sglang.experiments.colocate.rules import Basis
 from radix_pages_sglang.experiments.colocate.streams import Phases, Request, Shape, stream, traced
 
-# Of one frame, a granule of 2 MiB in each buffer. kvcached's benchmarks/bench_vmm/README.md, sample output on an A100,
-# averages of calls for pages of 2 MiB: cuMemCreate 193.32 us, cuMemMap 1.45, cuMemSetAccess 35.99, cuMemUnmap 25.63.
-# It does not time cuMemRelease, which is left out here, too.
+# Of one frame, a granule of 2 MiB in each buffer. kvcached's benchmarks/bench_vmm/README.md, sample output on an
+# A100, averages of calls for pages of 2 MiB: cuMemCreate 193.32 us, cuMemMap 1.45, cuMemSetAccess 35.99, cuMemUnmap
+# 25.63. It does not time cuMemRelease, which is left out here, too.
 MAP_GRANULE_SECONDS = (193.32 + 1.45 + 35.99) * 1e-6
 UNMAP_GRANULE_SECONDS = 25.63e-6
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -117,14 +118,15 @@ def prefix_sharing(
     traces = opened(trace, skip_bad, block_tokens)
     check_frames(traces, plan)
     check_sglang()
-    from radix_pages_sglang.experiments import cores
-
-    cores.prepare()
     found = Findings()
     start = time.perf_counter()
-    with _small_garbage():
-        for name, one in traces.items():
-            _replay(name, one, plan, found)
+    with ExitStack() as stack:
+        # All are read before any is replayed: a bad line should not be found after minutes.
+        spools = {name: stack.enter_context(_read(name, one, plan)) for name, one in traces.items()}
+        _prepare_caches()
+        stack.enter_context(_small_garbage())
+        for name, spool in spools.items():
+            _replay(name, spool, plan, found)
     parameters = {
         "traces": list(traces),
         "frame_tokens": plan.frame_tokens,
@@ -142,31 +144,44 @@ def prefix_sharing(
 # -- the run --
 
 
-def _replay(name: str, trace: Trace, plan: Plan, found: Findings) -> None:
-    """Everything of one trace."""
-    from radix_pages_sglang.experiments.prefix_sharing.running import pinned_peak
+def _read(name: str, trace: Trace, plan: Plan) -> Spool:
+    """The trace on disk. Raises CommandError for one that does not go with the plan."""
     from radix_pages_sglang.experiments.prefix_sharing.spool import Spool
-    from radix_pages_sglang.experiments.prefix_sharing.sweep import cases, default_sizes
 
     with _bar(f"{name}: reading", trace.path.stat().st_size) as progress:
         spool = Spool(trace, plan.most_blocks, progress)
-    with spool:
-        if any(plan.ms_per_token) and not spool.has_arrivals:
+    if any(plan.ms_per_token) and not spool.has_arrivals:
+        with spool:
             raise CommandError(
                 f"all requests of {trace.path} arrive at the same time: --ms-per-token above 0 needs timestamps; "
                 "give --ms-per-token 0"
             )
-        peaks = {ms: pinned_peak(spool, ms) for ms in plan.ms_per_token}
-        found.traces.append(_described(name, spool, peaks))
-        sizes = plan.sizes or default_sizes(spool)
-        grid = [
-            case
-            for ms in plan.ms_per_token
-            for case in cases(sizes, plan.others if ms else plan.policies, plan.cores, ms)
-        ]
-        _sweep(name, spool, grid, peaks, plan, found)
-        if plan.caps:
-            _frontier(name, spool, sizes, peaks, plan, found)
+    return spool
+
+
+def _prepare_caches() -> None:
+    with warnings.catch_warnings():  # SGLang says of some modules which GPUs they want
+        warnings.simplefilter("ignore")
+        from radix_pages_sglang.experiments import cores
+    cores.prepare()
+
+
+def _replay(name: str, spool: Spool, plan: Plan, found: Findings) -> None:
+    """Everything of one trace."""
+    from radix_pages_sglang.experiments.prefix_sharing.running import pinned_peak
+    from radix_pages_sglang.experiments.prefix_sharing.sweep import cases, default_sizes
+
+    peaks = {ms: pinned_peak(spool, ms) for ms in plan.ms_per_token}
+    found.traces.append(_described(name, spool, peaks))
+    sizes = plan.sizes or default_sizes(spool)
+    grid = [
+        case
+        for ms in plan.ms_per_token
+        for case in cases(sizes, plan.others if ms else plan.policies, plan.cores, ms)
+    ]
+    _sweep(name, spool, grid, peaks, plan, found)
+    if plan.caps:
+        _frontier(name, spool, sizes, peaks, plan, found)
 
 
 def _described(name: str, spool: Spool, peaks: dict[float, Peak]) -> dict[str, object]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 NEVER = np.iinfo(np.int32).max
 """The next use of a block that is not asked again."""
 
-_PART = 1 << 22
+_PART = 1 << 21
 """So many blocks are sorted at a time: what bounds the memory."""
 
 
