@@ -27,8 +27,8 @@ def watch(
 ) -> None:
     """Show the memory of a running server as a web page: frames, sizes over time, hit rate, shared prefixes.
 
-    The page is on 127.0.0.1 alone and needs no other host. It asks the server once a second, with or without a
-    browser, and remembers an hour. Goes on when the server goes away, and says so; ctrl-c ends it.
+    The page is on 127.0.0.1 alone and needs no other host. The server is asked once an interval, with or without a
+    browser, and its last 3,600 answers are remembered. Goes on when the server goes away; ctrl-c ends it.
     """
     server = Client(url, api_key, timeout_seconds=max(interval, 10.0))
     try:
