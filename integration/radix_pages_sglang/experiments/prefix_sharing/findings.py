@@ -103,6 +103,9 @@ def _of_trace(rows: Sequence[Found]) -> list[str]:
     evicted = [f"{_evicted(alone, core)} by {CORES[core]}" for core in CORES if _evicted(alone, core)]
     if evicted:
         sentences.append(f"{name}, blocks evicted for each one that an allocation lacked: {', '.join(evicted)}.")
+    work = _eviction_work(alone)
+    if len(work) > 1:
+        sentences.append(f"{name}, all that LRU evicted in the largest pool: {'; '.join(work)}.")
     if gaps := _gaps(alone):
         sentences.append(
             f"{name}, LRU's hit rate in our cache less that in SGLang's, Rust core: {min(gaps):+.2f} to "
@@ -118,6 +121,18 @@ def _evicted(rows: Sequence[Found], core: str) -> str:
         return ""
     least, most = f"{min(values):.2f}", f"{max(values):.2f}"
     return least if least == most else f"{least} to {most}"
+
+
+def _eviction_work(rows: Sequence[Found]) -> list[str]:
+    """What LRU evicted in the largest pool, by core: who evicts more than was asked has less to do the next time."""
+    lru = [row for row in rows if row["policy"] == "lru" and row["evictions"]]
+    largest = max((row["blocks"] for row in lru), default=0)
+    return [
+        f"{row['evicted_blocks']:,} blocks in {row['evictions']:,} calls and {row['eviction_seconds']:.2f} s by "
+        f"{CORES[row['core']]}"
+        for row in lru
+        if row["blocks"] == largest
+    ]
 
 
 def _gaps(rows: Sequence[Found]) -> list[float]:
