@@ -29,6 +29,14 @@ class Mover(Protocol):
         """A payload of its own like `payload`, with `targets[i]` wherever it named `sources[i]`."""
 
 
+def relocated(pages: Pages, sources: Pages, targets: Pages) -> Pages:
+    """`pages` with `targets[i]` wherever they name `sources[i]`; for movers. There must be a source."""
+    by_page = np.argsort(sources)
+    place = by_page[np.minimum(np.searchsorted(sources[by_page], pages), len(sources) - 1)]
+    found: Pages = np.where(sources[place] == pages, targets[place], pages)
+    return found
+
+
 def reclaim(tree: RadixTree, plan: Plan | FramePlan) -> list[Removal]:
     """Evict what `plan` says and return what left the tree, in that order. The caller owns the payloads now.
 

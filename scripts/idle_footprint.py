@@ -58,6 +58,7 @@ from radix_pages.frame_planner import CachedPages
 from radix_pages_sglang.client import TRIM, Client
 from radix_pages_sglang.cpu_engine.checkpoints import tiny_llama
 from radix_pages_sglang.experiments.provenance import RESULTS, first_line
+from radix_pages_sglang.experiments.traces import open_trace
 from radix_pages_sglang.local_server import Server, serving
 from radix_pages_sglang.resident import resident_bytes
 from stream import PAGE_SIZE, Recorder, Request
@@ -221,13 +222,11 @@ def traced(path: Path, first: int, count: int) -> list[Request]:
     """`count` requests of a trace from request `first` on, cut as the top of this file says."""
     block = cache(lambda hash_id: tokens_of(random.Random(f"block {hash_id}"), TRACE_BLOCK))
     requests = []
-    with path.open() as lines:
-        for number, line in enumerate(islice(lines, first, first + count), first):
-            one = json.loads(line)
-            prompt = [token for hash_id in one["hash_ids"][:TRACE_BLOCKS] for token in block(hash_id)]
-            num_answer = min(max(one["output_length"], 1), ANSWER_TOKENS[1])
-            answer = tokens_of(random.Random(f"answer {number}"), num_answer - 1)
-            requests.append(Request(prompt[: one["input_length"]], answer))
+    for number, one in enumerate(islice(open_trace(path), first, first + count), first):
+        prompt = [token for hash_id in one.blocks[:TRACE_BLOCKS] for token in block(hash_id)]
+        num_answer = min(max(one.output_tokens, 1), ANSWER_TOKENS[1])
+        answer = tokens_of(random.Random(f"answer {number}"), num_answer - 1)
+        requests.append(Request(prompt[: one.input_tokens], answer))
     return requests
 
 

@@ -203,7 +203,7 @@ def baselines_part(report: Report, seed: int) -> None:
         for rule in ("nothing (stock)", "flush_cache (stock)"):
             stock.request("/flush_cache?timeout=60", {})
             first_round(stock, stream)
-            pid = scheduler_of(stock)
+            pid = stock.scheduler_pid
             before = process_resident_bytes(pid)
             if rule.startswith("flush"):
                 stock.request("/flush_cache?timeout=60", {})
@@ -230,11 +230,6 @@ def baselines_part(report: Report, seed: int) -> None:
             control.set(MAX_CACHED_TOKENS, NO_BOUND)
             row(rule, before - after, second_round(ours, stream, seed))
     report.numbers["baselines"] = rows
-
-
-def scheduler_of(server: Server) -> int:
-    """The process of the server that holds most anonymous memory: its scheduler has weights and KV."""
-    return max(server.processes(), key=process_resident_bytes)
 
 
 def steady_part(report: Report, seed: int, starts: int, pairs: int) -> None:

@@ -18,11 +18,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from urllib.request import Request, urlopen
@@ -34,7 +32,7 @@ from radix_pages_sglang.client import CACHED, FREE, MODE, NO_BOUND, RESERVE, Cli
 from radix_pages_sglang.cpu_engine.checkpoints import smollm2_checkpoint
 from radix_pages_sglang.experiments.provenance import RESULTS, first_line
 from radix_pages_sglang.knobs import MODES
-from radix_pages_sglang.local_server import Server, serving
+from radix_pages_sglang.local_server import Server, repeating, serving
 
 SIDES = ("move", "observe")
 POOL_TOKENS, FRAME_TOKENS, CACHED_TOKENS, ANSWER_TOKENS = 8_192, 256, 3_000, 32
@@ -71,23 +69,10 @@ def burst(server: Server, seed: int, num_requests: int) -> Gaps:
         return np.array([gap for one in pool.map(lambda prompt: gaps(server, prompt), prompts) for gap in one])
 
 
-@contextmanager
-def cut_every_second(server: Server) -> Iterator[None]:
-    """Cut the cache every second, which in mode move also packs what is left."""
-    over = threading.Event()
-
-    def cut() -> None:
-        while not over.wait(1.0):
-            for bound in (CACHED_TOKENS, NO_BOUND):
-                server.request("/set_internal_state", {"server_args": {CACHED: bound}})
-
-    thread = threading.Thread(target=cut)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+def cut(server: Server) -> None:
+    """Cut the cache, which in mode move also packs what is left."""
+    for bound in (CACHED_TOKENS, NO_BOUND):
+        server.request("/set_internal_state", {"server_args": {CACHED: bound}})
 
 
 def begin(control: Client, side: str) -> None:
@@ -107,7 +92,7 @@ def measure(server: Server, seed: int, pairs: int, num_requests: int) -> dict[st
     for index in range(pairs + 1):
         for side in SIDES if index % 2 else SIDES[::-1]:
             begin(control, side)
-            with cut_every_second(server):
+            with repeating(partial(cut, server), every_seconds=1.0):
                 found[side].append(burst(server, seed + index, num_requests))
     return {side: bursts[1:] for side, bursts in found.items()}
 

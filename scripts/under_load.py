@@ -60,13 +60,15 @@ import numpy as np
 
 from radix_pages.check import disagreements
 from radix_pages.frame_planner import CachedPages, FrameNeed, FreeFrames, plan_frames
-from radix_pages.ledger import Frames, Ledger, Pages
+from radix_pages.ledger import Ledger, Pages
 from radix_pages.node import Node
 from radix_pages.placement import PLACEMENTS
-from radix_pages.planner import Eviction, Plan
-from radix_pages.reclaim import Moves, reclaim
+from radix_pages.planner import Plan
+from radix_pages.reclaim import Moves, reclaim, relocated
 from radix_pages.residency import Residency
-from radix_pages.units import Geometry, Span
+from radix_pages.units import Geometry
+from radix_pages_sglang.experiments.colocate.whole_frames import evicting, with_all_below
+from radix_pages_sglang.experiments.no_memory import NoMemory
 from radix_pages_sglang.experiments.provenance import RESULTS, first_line
 from stream import PAGE_SIZE, Recorder, Request, Serving, make_requests, pages_in
 
@@ -81,24 +83,6 @@ LEAST_REST, MOST_REST = 8, 64
 MOST_REPLANS = 8
 SERVED = RESULTS / "served_trims.json"
 SERVED_KEYS = ("p99_itl_ratio", "longest_stall_ms")
-
-
-class NoMemory:
-    """A backing without memory; a frame takes one byte."""
-
-    frame_bytes = 1
-
-    def commit(self, frames: Frames) -> None:
-        pass
-
-    def decommit(self, frames: Frames) -> None:
-        pass
-
-    def bytes_of(self, frames: Frames) -> int:
-        return len(frames)
-
-    def resident_bytes(self) -> int:
-        return 0
 
 
 class Server(Serving):
@@ -147,8 +131,7 @@ class Server(Serving):
         self.moved += len(sources)
 
     def repointed(self, payload: np.ndarray, sources: Pages, targets: Pages) -> np.ndarray:
-        target_of = dict(zip(sources.tolist(), targets.tolist(), strict=True))
-        return np.repeat([target_of.get(page, page) for page in payload[::PAGE_SIZE].tolist()], PAGE_SIZE)
+        return np.repeat(relocated(payload[::PAGE_SIZE], sources, targets), PAGE_SIZE)
 
     def locked_frames(self) -> int:
         """Frames with a page that a running request uses."""
@@ -195,27 +178,12 @@ def cheapest_frame(server: Server) -> Plan | None:
         starts: dict[int, int] = {}
         for page in np.flatnonzero(frames == frame).tolist():
             starts.setdefault(int(owner[page]), int(place[page]))
-        lost = with_all_below([(nodes[i], start) for i, start in starts.items()])
-        num_pages = sum(node.num_pages - start for node, start in lost)
-        cost = (num_pages, max(node.tick for node, _ in lost), frame)
+        lost = with_all_below({nodes[i]: start for i, start in starts.items()})
+        num_pages = sum(node.num_pages - start for node, start in lost.items())
+        cost = (num_pages, max(node.tick for node in lost), frame)
         if best is None or cost < best[0]:
             best = cost, lost
-    if best is None:
-        return None
-    deepest_first = sorted(best[1], key=lambda one: -one[0].start)
-    return Plan(tuple(Eviction(node, Span(start, node.num_pages)) for node, start in deepest_first), 0)
-
-
-def with_all_below(tails: list[tuple[Node, int]]) -> list[tuple[Node, int]]:
-    """Nodes and the first page that each loses: `tails`, and every node below them as a whole."""
-    lost = dict(tails)
-    waiting = [node for node, _ in tails]
-    while waiting:
-        for child in waiting.pop().children.values():
-            if lost.get(child) != 0:
-                lost[child] = 0
-                waiting.append(child)
-    return list(lost.items())
+    return None if best is None else evicting(best[1])
 
 
 class WholeFrameServer(Server):

@@ -39,6 +39,7 @@ import argparse
 import heapq
 import json
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from radix_pages.ledger import Frames, Ledger
 from radix_pages.placement import PLACEMENTS
 from radix_pages.units import Geometry
 from radix_pages_sglang.experiments.provenance import first_line
+from radix_pages_sglang.experiments.traces import open_trace
 
 Block = int
 TRACES = {"conversation": "mooncake_conversation.jsonl", "synthetic": "mooncake_synthetic.jsonl"}
@@ -74,9 +76,8 @@ def read_trace(path: Path, num_requests: int) -> Trace:
     if not path.is_file():
         raise SystemExit(f"no trace at {path}: name the folder that has {', '.join(TRACES.values())} with --traces")
     requests: list[list[Block]] = []
-    with path.open() as lines:
-        for line, _ in zip(lines, range(num_requests), strict=False):
-            requests.append(list(dict.fromkeys(json.loads(line)["hash_ids"])))
+    for request in islice(open_trace(path), num_requests):
+        requests.append(list(dict.fromkeys(request.blocks)))
     parents: dict[Block, Block | None] = {}
     depths: dict[Block, int] = {}
     for blocks in requests:

@@ -159,11 +159,11 @@ class MemoryControl:
         self._keep_cap()
         if self.residency is None:
             return
-        is_busy = self._fixed_pages(self.residency) > 0
         start = time.perf_counter()
         self._keep_memory(self.residency)
-        if is_busy:
-            self.longest_step_seconds = max(self.longest_step_seconds, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        if seconds > self.longest_step_seconds and self._fixed_pages(self.residency):
+            self.longest_step_seconds = seconds
 
     def _keep_memory(self, residency: Residency) -> None:
         if self._is_system_asked_later and not self._fixed_pages(residency):

@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 from radix_pages_sglang import cpu_engine
+from radix_pages_sglang.resident import process_resident_bytes
 from radix_pages_sglang.serve import runs_on_cpu, sglang_command
 
 READY_SECONDS = 300.0
@@ -87,6 +90,11 @@ class Server:
                         text.append(piece)
         return first, "".join(text), usage
 
+    @property
+    def scheduler_pid(self) -> int:
+        """Its process that holds most anonymous memory: weights and KV are the scheduler's."""
+        return max(self.processes(), key=process_resident_bytes)
+
     def processes(self) -> list[int]:
         """The ids of all processes of the server that have not ended."""
         return [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if group_of(entry) == self.pid]
@@ -105,6 +113,40 @@ def group_of(process: Path) -> int | None:
 def reply(completion: dict[str, Any]) -> str:
     """The text of a chat completion's first choice."""
     return completion["choices"][0]["message"]["content"]
+
+
+@contextmanager
+def repeating(act: Callable[[], object], every_seconds: float) -> Iterator[None]:
+    """Call `act` again and again beside the block, first after `every_seconds`; the last call is waited for."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        while not over.wait(every_seconds):
+            act()
+
+    thread = threading.Thread(target=repeat, name="radix-pages-repeating")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def serving_together(starts: Sequence[Callable[[], Server]]) -> Iterator[list[Server]]:
+    """Servers that start side by side, one by each of `starts`; all are stopped at the end, whatever happens.
+
+    Raises what a start raises.
+    """
+    with ThreadPoolExecutor(len(starts)) as pool:
+        starting = [pool.submit(start) for start in starts]
+        try:
+            yield [one.result() for one in starting]
+        finally:
+            for one in starting:
+                if one.exception() is None:
+                    stop(one.result())
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import move_kv_cache_native
 
 from radix_pages.frame_planner import FrameNeed, FramePlan, plan_frames
-from radix_pages.reclaim import Moves
+from radix_pages.reclaim import Moves, relocated
 from radix_pages_sglang import convert
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ class PoolMover:
 
     def repointed(self, payload: torch.Tensor, sources: Pages, targets: Pages) -> torch.Tensor:
         pages = self._geometry.page_of(convert.cpu_array(payload)[:: self._geometry.page_size])
-        by_page = np.argsort(sources)
-        place = by_page[np.minimum(np.searchsorted(sources[by_page], pages), len(sources) - 1)]
-        return self._slots(np.where(sources[place] == pages, targets[place], pages))
+        return self._slots(relocated(pages, sources, targets))
 
     def _slots(self, pages: Pages) -> torch.Tensor:
         return torch.from_numpy((self._geometry.first_slot(pages)[:, None] + self._places).ravel())

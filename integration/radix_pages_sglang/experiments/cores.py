@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -19,6 +18,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 
 import radix_pages_sglang
 from radix_pages.ledger import Ledger
+from radix_pages.reclaim import relocated
 from radix_pages.units import Geometry
 from radix_pages_sglang import convert
 from radix_pages_sglang.allocator import RadixPagesTokenAllocator
@@ -26,7 +26,7 @@ from radix_pages_sglang.cache import RadixPagesCache
 from radix_pages_sglang.config import Settings
 
 if TYPE_CHECKING:
-    from radix_pages.ledger import Frames, Pages
+    from radix_pages.ledger import Pages
     from radix_pages.node import Node
 
 CLASSES = {"rust": UnifiedRadixCache, "python": UnifiedRadixCache, "ours": RadixPagesCache, "legacy": RadixCache}
@@ -107,24 +107,6 @@ def framed_cache(name: str, slots: int, pages_per_frame: int, policy: str = "lru
     return make_cache(name, 1, slots, policy, allocator=allocator)
 
 
-class NoMemory:
-    """`radix_pages.backing.Backing` for pools without KV: frames are counted, a byte each."""
-
-    frame_bytes = 1
-
-    def commit(self, frames: Frames) -> None:
-        pass
-
-    def decommit(self, frames: Frames) -> None:
-        pass
-
-    def bytes_of(self, frames: Frames) -> int:
-        return len(frames)
-
-    def resident_bytes(self) -> int:
-        return 0
-
-
 class NoContents:
     """`radix_pages.reclaim.Mover` for pools with pages of one slot and without KV: counts what it would copy."""
 
@@ -138,7 +120,4 @@ class NoContents:
         self.num_moved += len(sources)
 
     def repointed(self, payload: torch.Tensor, sources: Pages, targets: Pages) -> torch.Tensor:
-        pages = convert.cpu_array(payload)
-        by_page = np.argsort(sources)
-        place = by_page[np.minimum(np.searchsorted(sources[by_page], pages), len(sources) - 1)]
-        return torch.from_numpy(np.where(sources[place] == pages, targets[place], pages))
+        return torch.from_numpy(relocated(convert.cpu_array(payload), sources, targets))

@@ -25,7 +25,7 @@ def main() -> None:
             serving.cli_main()
         except SystemExit as end:
             answer(None if not end.code else f"it ended with status {end.code}")
-        except Exception as error:
+        except Exception as error:  # whatever a burst dies of is told to the parent; the next one is tried
             traceback.print_exc()
             answer(f"{type(error).__name__}: {error}")
         else:

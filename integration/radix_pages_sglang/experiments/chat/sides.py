@@ -6,12 +6,11 @@ import json
 import re
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -136,12 +135,9 @@ def _at(name: str, url: str) -> Side:
 def started(servers: Servers) -> Iterator[dict[str, Side]]:
     """Both servers, started side by side and stopped at the end. Raises CommandError if one does not start."""
     ports = _ports(servers.port)
-    with (
-        tempfile.TemporaryDirectory(prefix="radix-pages-chat-") as folder,
-        ThreadPoolExecutor(len(ports)) as pool,
-    ):
-        starting = {
-            name: pool.submit(
+    with tempfile.TemporaryDirectory(prefix="radix-pages-chat-") as folder:
+        starts = [
+            partial(
                 local_server.start,
                 servers.model,
                 *servers.arguments,
@@ -151,15 +147,12 @@ def started(servers: Servers) -> Iterator[dict[str, Side]]:
                 port=port,
             )
             for name, port in ports.items()
-        }
+        ]
         try:
-            yield {name: _side(name, future.result()) for name, future in starting.items()}
+            with local_server.serving_together(starts) as both:
+                yield {name: _side(name, server) for name, server in zip(ports, both, strict=True)}
         except local_server.ServerError as error:
             raise CommandError(f"a server did not start: {_reason(str(error))}") from error
-        finally:
-            for future in starting.values():
-                if future.exception() is None:
-                    local_server.stop(future.result())
 
 
 def _side(name: str, server: local_server.Server) -> Side:
@@ -168,7 +161,7 @@ def _side(name: str, server: local_server.Server) -> Side:
     return Side(
         name,
         server.url,
-        pid=max(server.processes(), key=process_resident_bytes),  # the scheduler: weights and KV are there
+        pid=server.scheduler_pid,
         region=tuple(memory["region"]) if "region" in memory else None,
         page_bytes=state.get("page_bytes"),
     )
@@ -237,24 +230,18 @@ class Sample:
 def memory_watched(sides: Mapping[str, Side], every_seconds: float = 1.0) -> Iterator[list[Sample]]:
     """A list that grows by a sample of each side a second, read in /proc; seconds count from now."""
     samples: list[Sample] = []
-    begun, over = time.monotonic(), threading.Event()
+    begun = time.monotonic()
 
-    def watch() -> None:
-        while not over.wait(every_seconds):
-            for side in sides.values():
-                if side.pid is None:
-                    continue
-                try:
-                    kv = None if side.region is None else resident_bytes(*side.region, pid=side.pid)
-                    sample = Sample(side.name, time.monotonic() - begun, process_resident_bytes(side.pid), kv)
-                except (FileNotFoundError, ProcessLookupError, TypeError):  # the server ended: its burst will say so
-                    continue
-                samples.append(sample)
+    def look() -> None:
+        for side in sides.values():
+            if side.pid is None:
+                continue
+            try:
+                kv = None if side.region is None else resident_bytes(*side.region, pid=side.pid)
+                sample = Sample(side.name, time.monotonic() - begun, process_resident_bytes(side.pid), kv)
+            except (FileNotFoundError, ProcessLookupError, TypeError):  # the server ended: its burst will say so
+                continue
+            samples.append(sample)
 
-    thread = threading.Thread(target=watch, name="radix-pages-chat-memory")
-    thread.start()
-    try:
+    with local_server.repeating(look, every_seconds):
         yield samples
-    finally:
-        over.set()
-        thread.join()

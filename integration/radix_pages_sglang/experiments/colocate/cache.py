@@ -18,7 +18,7 @@ from radix_pages.node import Node
 from radix_pages.order import LeafQueue, make_order
 from radix_pages.placement import PackPlacement
 from radix_pages.planner import plan_pages
-from radix_pages.reclaim import Moves, reclaim
+from radix_pages.reclaim import Moves, reclaim, relocated
 from radix_pages.residency import Residency
 from radix_pages.results import Removal
 from radix_pages.tree import RadixTree
@@ -172,8 +172,7 @@ class Cache:
         self.moved_pages += len(sources)
 
     def repointed(self, payload: Pages, sources: Pages, targets: Pages) -> Pages:
-        target_of = dict(zip(sources.tolist(), targets.tolist(), strict=True))
-        return np.array([target_of.get(page, page) for page in payload.tolist()], dtype=np.int64)
+        return relocated(payload, sources, targets)
 
     # -- reading --
 

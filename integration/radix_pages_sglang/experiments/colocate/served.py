@@ -11,9 +11,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from urllib.request import Request as HttpRequest
@@ -26,7 +27,7 @@ from radix_pages_sglang.experiments.colocate.rules import OURS, Rule
 from radix_pages_sglang.experiments.colocate.scenarios import Scenario
 from radix_pages_sglang.experiments.colocate.streams import PAGE_TOKENS, Request, tokens
 from radix_pages_sglang.knobs import MODES
-from radix_pages_sglang.local_server import Server, start, stop
+from radix_pages_sglang.local_server import Server, serving_together, start
 from radix_pages_sglang.resident import resident_bytes
 
 TICK_SECONDS = 0.25
@@ -152,29 +153,19 @@ def two_servers(memory: Memory, running_requests: int = 32) -> Iterator[list[Ser
         **{"RADIX_PAGES_MODE": "move", "RADIX_PAGES_IDLE_TRIM_SECONDS": "0", "OMP_NUM_THREADS": "1"},
         "RADIX_PAGES_FRAME_TOKENS": str(frame_tokens),
     }
-    with tempfile.TemporaryDirectory(prefix="radix-pages-colocate-") as folder, ThreadPoolExecutor(2) as pool:
-        starting = [
-            pool.submit(start, model, *arguments, log=Path(folder) / f"{place}.log", env=environment)
-            for place in range(2)
-        ]
-        try:
-            models = [ServedModel(one.result()) for one in starting]
+    with tempfile.TemporaryDirectory(prefix="radix-pages-colocate-") as folder:
+        logs = [Path(folder) / f"{place}.log" for place in range(2)]
+        starts = [partial(start, model, *arguments, log=log, env=environment) for log in logs]
+        with serving_together(starts) as servers, ThreadPoolExecutor(len(servers)) as pool:
+            models = [ServedModel(server) for server in servers]
             list(pool.map(_warm_up, models))
             yield models
-        finally:
-            _stop_all(starting)
 
 
 def _warm_up(model: ServedModel) -> None:
     """The first requests pay for what torch prepares once."""
     for first in range(1_000, 1_003):
         model.server.generate([first] * 300, 8)
-
-
-def _stop_all(starting: Sequence[Future[Server]]) -> None:
-    for one in starting:
-        if one.exception() is None:
-            stop(one.result())
 
 
 def serve(
@@ -256,7 +247,7 @@ class _Run:
                 ceilings = (first.ceiling_frames, second.ceiling_frames)
                 self.samples.append(Sample(now, (first.committed_frames, second.committed_frames), ceilings))
                 self._broker.tick(now)
-        except Exception as problem:
+        except Exception as problem:  # raised again by the thread that drives the streams
             self._problem = problem
 
     def _ask(self, place: int, prompt: list[int], request: Request) -> None:

@@ -115,11 +115,6 @@ def tokens(page: int) -> list[int]:
     return random.Random(page).choices(range(*TOKEN_IDS), k=PAGE_TOKENS)
 
 
-def shifted(requests: list[Request], seconds: float) -> list[Request]:
-    """The same requests, that much later."""
-    return [replace(one, seconds=one.seconds + seconds) for one in requests]
-
-
 def _arrivals(shape: Shape, phases: Phases, model: int, rng: random.Random) -> Iterator[float]:
     """When talks begin: a Poisson process whose rate changes with the phase. A wait that would end in another phase
     is drawn anew there, which leaves the process what it is."""

@@ -7,6 +7,7 @@ takes with it what is below it, so a frame may cost more pages than it holds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -57,14 +58,25 @@ def cheapest_frame(cache: Cache) -> Plan | None:
 def _without(nodes: list[Node], lengths: Pages, owner: Pages, places: Pages) -> Plan:
     """Evict each node from the first of its pages among `places` on, and all that is below it."""
     starts = np.cumsum(lengths) - lengths
-    lost: dict[Node, int] = {}
+    tails: dict[Node, int] = {}
     for place in places.tolist():
-        lost.setdefault(nodes[owner[place]], place - int(starts[owner[place]]))
-    waiting = list(lost)
+        tails.setdefault(nodes[owner[place]], place - int(starts[owner[place]]))
+    return evicting(with_all_below(tails))
+
+
+def with_all_below(tails: Mapping[Node, int]) -> dict[Node, int]:
+    """Nodes and the first page that each loses: `tails`, and every node below them as a whole."""
+    lost = dict(tails)
+    waiting = list(tails)
     while waiting:
         for child in waiting.pop().children.values():
             if lost.get(child) != 0:
                 lost[child] = 0
                 waiting.append(child)
+    return lost
+
+
+def evicting(lost: Mapping[Node, int]) -> Plan:
+    """The plan that evicts each node from a page on, the deepest first."""
     deepest_first = sorted(lost.items(), key=lambda one: -one[0].start)
     return Plan(tuple(Eviction(node, Span(start, node.num_pages)) for node, start in deepest_first), 0)

@@ -19,7 +19,7 @@ from radix_pages.node import Node
 from radix_pages.order import LeafQueue, make_order
 from radix_pages.placement import StockPlacement
 from radix_pages.planner import plan_pages
-from radix_pages.reclaim import Moves, reclaim
+from radix_pages.reclaim import Moves, reclaim, relocated
 from radix_pages.results import Removal
 from radix_pages.tree import RadixTree
 from radix_pages.units import Geometry
@@ -101,9 +101,7 @@ class _Mover:
         self.copied += len(sources)
 
     def repointed(self, payload: NDArray[np.int64], sources: Pages, targets: Pages) -> NDArray[np.int64]:
-        target_of = dict(zip(sources.tolist(), targets.tolist(), strict=True))
-        pages = payload[::PAGE_TOKENS] // PAGE_TOKENS
-        first = np.array([target_of.get(page, page) for page in pages.tolist()], dtype=np.int64) * PAGE_TOKENS
+        first = relocated(payload[::PAGE_TOKENS] // PAGE_TOKENS, sources, targets) * PAGE_TOKENS
         return (first[:, None] + np.arange(PAGE_TOKENS)).reshape(-1)
 
 

@@ -70,7 +70,7 @@ class Reader:
             self._model = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, attn_implementation=NAME, dtype=torch.float32, local_files_only=True
             ).eval()
-        except Exception as error:
+        except Exception as error:  # transformers has no common error for a checkpoint it cannot use
             raise CommandError(f"--model {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
         self._act: Prefix | _Continuation = Prefix()
         self.name = folder.name

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from radix_pages.frame_planner import CachedPages, plan_frames
 from radix_pages.reclaim import Moves
 from radix_pages_sglang.experiments import cores
+from radix_pages_sglang.experiments.no_memory import NoMemory
 from radix_pages_sglang.experiments.prefix_sharing.replay import CacheServer
 from radix_pages_sglang.experiments.prefix_sharing.running import serve
 from radix_pages_sglang.experiments.prefix_sharing.spool import Spool
@@ -74,7 +75,7 @@ class Lender:
         self.server = CacheServer(cache)
         self.cache = cache
         # Only now: a cache that finds a residency would watch the system's counts of it on a thread.
-        cache.token_to_kv_pool_allocator.back_with(cores.NoMemory(), starts_returned=True)
+        cache.token_to_kv_pool_allocator.back_with(NoMemory(), starts_returned=True)
         self.residency = cache.token_to_kv_pool_allocator.residency
         self.moves = rule.moves
         self.mover = cores.NoContents()
