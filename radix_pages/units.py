@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
-Ids = TypeVar("Ids", int, "np.ndarray")
+Ids = TypeVar("Ids", int, np.ndarray)
 """One id or an array of ids."""
 
 
@@ -92,3 +91,8 @@ class Geometry:
     def first_slot(self, page: Ids) -> Ids:
         """The first slot of `page`."""
         return page * self.page_size
+
+    def slots_of(self, pages: np.ndarray) -> np.ndarray:
+        """All slots of `pages`, one page after the other."""
+        slots: np.ndarray = self.first_slot(pages)[:, None] + np.arange(self.page_size)
+        return slots.ravel()

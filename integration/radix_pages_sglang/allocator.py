@@ -268,7 +268,6 @@ class RadixPagesPagedAllocator(FrameAware, PagedTokenToKVPoolAllocator):
         self.store = make_page_store(geometry, stock.num_pages, placement, torch.device(stock.device))
         super().__init__(stock.size, stock.page_size, stock.dtype, stock.device, stock.get_kvcache(), stock.need_sort)
         self._on_host = torch.device(stock.device).type == "cpu"
-        self._places = np.arange(stock.page_size)
 
     def clear(self) -> None:
         if self.store.num_pages != self.num_pages:
@@ -338,7 +337,7 @@ class RadixPagesPagedAllocator(FrameAware, PagedTokenToKVPoolAllocator):
             skip = geometry.place_in_page(prefix)
             if skip:
                 own.insert(0, last_page)
-            slots = (geometry.first_slot(np.array(own, dtype=np.int64))[:, None] + self._places).ravel()
+            slots = geometry.slots_of(np.array(own, dtype=np.int64))
             runs.append(slots[skip : skip + length - prefix])
         return torch.from_numpy(np.concatenate(runs)) if runs else torch.empty(0, dtype=torch.int64)
 

@@ -87,7 +87,7 @@ def whole_pages(slots: np.ndarray, geometry: Geometry) -> tuple[np.ndarray, list
     """The pages that `slots` consist of, and the slots that break the rule: whole pages, their slots in order."""
     rows = slots.reshape(-1, geometry.page_size)
     pages = geometry.page_of(rows[:, 0])
-    expected = geometry.first_slot(pages)[:, None] + np.arange(geometry.page_size)
+    expected = geometry.slots_of(pages).reshape(rows.shape)
     return pages, rows[rows != expected].tolist()
 
 

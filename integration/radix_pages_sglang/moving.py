@@ -40,7 +40,6 @@ class PoolMover:
     def __init__(self, kvcache, geometry: Geometry) -> None:
         self._kvcache = kvcache
         self._geometry = geometry
-        self._places = np.arange(geometry.page_size)
 
     def pages_of(self, nodes: Sequence[Node]) -> Pages:
         slots = torch.cat([node.payload for node in nodes])
@@ -57,7 +56,7 @@ class PoolMover:
         return self._slots(relocated(pages, sources, targets))
 
     def _slots(self, pages: Pages) -> torch.Tensor:
-        return torch.from_numpy((self._geometry.first_slot(pages)[:, None] + self._places).ravel())
+        return torch.from_numpy(self._geometry.slots_of(pages))
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from radix_pages.units import Geometry, Span
@@ -15,6 +16,11 @@ def test_a_span_cannot_give_more_pages_than_it_has():
 def test_a_backward_span_is_refused_with_its_bounds():
     with pytest.raises(ValueError, match=r"got \[4, 2\)"):
         Span(4, 2)
+
+
+def test_the_slots_of_pages_come_page_by_page_in_the_order_given():
+    assert Geometry(page_size=4).slots_of(np.array([3, 1])).tolist() == [12, 13, 14, 15, 4, 5, 6, 7]
+    assert Geometry(page_size=4).slots_of(np.array([], dtype=np.int64)).tolist() == []
 
 
 @pytest.mark.parametrize(("slots", "whole", "needed"), [(0, 0, 0), (1, 0, 1), (16, 1, 1), (17, 1, 2), (32, 2, 2)])
