@@ -34,12 +34,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from radix_pages_sglang.client import MODE, Client
-from radix_pages_sglang.control import MAX_CACHED_TOKENS, NO_BOUND, TRIM
 from radix_pages_sglang.counts import STATE_KEY
 from radix_pages_sglang.cpu_engine.checkpoints import smollm2_checkpoint, tiny_llama
 from radix_pages_sglang.experiments.pairs import interval
 from radix_pages_sglang.experiments.provenance import RESULTS, first_line
-from radix_pages_sglang.knobs import MODES
+from radix_pages_sglang.knobs import MAX_CACHED_TOKENS, MODES, NO_BOUND, TRIM
 from radix_pages_sglang.local_server import Server, serving
 from radix_pages_sglang.resident import process_resident_bytes, resident_bytes
 

@@ -32,6 +32,7 @@ from radix_pages_sglang.knobs import (
     RESERVE_FRAMES,
     RETURNING,
     TRIM,
+    Knob,
 )
 from radix_pages_sglang.metrics import MemoryMetrics
 from radix_pages_sglang.moving import PoolMover, Reclaimer, moves_in
@@ -78,32 +79,6 @@ def _not_compared(number: int) -> None:
 @dataclass(frozen=True, slots=True)
 class IdleTrim:
     """Rank 0's decision that the server has been idle for long enough; carried to the others like a request."""
-
-
-@dataclass(frozen=True, slots=True)
-class Knob:
-    """A number that can be set while the server runs: a whole one unless `is_whole` is False."""
-
-    value: float
-    minimum: float
-    maximum: float
-    is_whole: bool = True
-    can_be_unbounded: bool = False
-
-    def complaint(self, name: str, value: object) -> str:
-        """Why `value` cannot be set, in a sentence; empty if it can."""
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or (isinstance(value, float) and not math.isfinite(value))  # raises for ints beyond a float's range
-        ):
-            return f"{name} takes a number, not {value!r}."
-        if self.is_whole and value != int(value):
-            return f"{name} takes a whole number, not {value!r}."
-        if self.minimum <= value <= self.maximum or (self.can_be_unbounded and value == NO_BOUND):
-            return ""
-        unbounded = f", or {NO_BOUND} for no bound" if self.can_be_unbounded else ""
-        return f"{name}={value} is out of the range [{self.minimum}, {self.maximum}]{unbounded}."
 
 
 class MemoryControl:

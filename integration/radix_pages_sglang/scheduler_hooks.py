@@ -97,7 +97,7 @@ def _add_knobs(handlers, controller):
         return handlers
     from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected, _UpdateHandler
 
-    from radix_pages_sglang.control import MAX_RESIDENT_BYTES
+    from radix_pages_sglang.knobs import MAX_RESIDENT_BYTES
 
     knobs = control.knobs()
 

@@ -1,29 +1,20 @@
-"""Memory that is returned and had again under real caches and requests: bounds, budgets, modes, trims, knobs.
-
-A frame here is two pages of four tokens; pools hold 124 tokens unless said otherwise: 16 frames, all of them whole.
-`drawing` draws them: `#` a held page, `.` a free one, `--` a frame that was returned. The padding page is the first.
-"""
+"""Memory returned and had again under real caches and requests: bounds, modes, trims, knobs (`returning.py`)."""
 
 from __future__ import annotations
 
-import math
 import time
 from types import SimpleNamespace
 
 import prometheus_client
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 from sglang.srt.managers.scheduler_components.internal_state import UpdateRejected
-from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from radix_pages_sglang import control as control_module
 from radix_pages_sglang import scheduler_hooks
-from radix_pages_sglang.budget import CommittedPrefillBudget
 from radix_pages_sglang.config import MODES
-from radix_pages_sglang.control import (
+from radix_pages_sglang.control import IdleTrim, MemoryControl, OwnershipError
+from radix_pages_sglang.knobs import (
     IDLE_TRIM_SECONDS,
     MAX_CACHED_TOKENS,
     MAX_RESIDENT_BYTES,
@@ -31,60 +22,30 @@ from radix_pages_sglang.control import (
     NO_BOUND,
     RESERVE_FRAMES,
     TRIM,
-    IdleTrim,
     Knob,
-    MemoryControl,
-    OwnershipError,
 )
 from radix_pages_sglang.metrics import MemoryMetrics
 from radix_pages_sglang.page_store import HostPages
 from tests.adapter import caches
 from tests.adapter.caches import OURS, Request, run
+from tests.adapter.returning import (
+    FRAME,
+    admits,
+    assert_sound,
+    budget,
+    control_of,
+    evicted,
+    frames,
+    residency,
+    returning,
+    trimmed,
+)
 from tests.adapter.test_allocator import framed
-from tests.adapter.test_allocator_stateful import POOL_PAGES, ROWS, Ownership
-from tests.core.test_residency import drawing
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
-FRAME = 4096
-"""Bytes of a pretended frame."""
 A16, B16, C16 = run(1000, 16), run(2000, 16), run(3000, 16)
 OBSERVE, PLACE, RETURN = (MODES.index(mode) for mode in ("observe", "place", "return"))
-
-
-def returning(*, pool_tokens=124, pretended=True, **options):
-    return caches.returning(pool_tokens=pool_tokens, pretended=pretended, **options)
-
-
-def control_of(c):
-    return c.tree.control
-
-
-def residency(c):
-    return c.allocator.residency
-
-
-def frames(c):
-    return drawing(residency(c))
-
-
-def evicted(c):
-    return c.tree.eviction_counts.evicted_tokens
-
-
-def trimmed(c):
-    """Frames that a trim returns now."""
-    before = residency(c).counts.returned_frames_total
-    control_of(c).trim()
-    return residency(c).counts.returned_frames_total - before
-
-
-def assert_sound(c, total=124):
-    """SGLang's sum is whole, nothing disagrees, and the system counts what we count. For idle caches."""
-    assert c.sizes.total == total
-    assert c.tree.recount() == []
-    assert residency(c).overspent() == ""
-    assert residency(c).committed_bytes == residency(c).backing.resident_bytes()
 
 
 # what SGLang sees
@@ -174,195 +135,6 @@ def test_a_backed_pool_cannot_change_its_size():
     c.allocator.size, c.allocator.num_pages = 60, 15
     with pytest.raises(RuntimeError, match="cannot change its size"):
         c.allocator.clear()
-
-
-# admission
-
-
-def budget(c, **offsets):
-    return c.allocator.create_prefill_budget(c.tree, **offsets)
-
-
-def admits(found, num_tokens, chunk_limit=None, new_tokens=0):
-    """SGLang's question about a prompt of `num_tokens`, as its adder asks it."""
-    return found.check_prefill(
-        extend_input_len=num_tokens,
-        total_tokens=num_tokens + new_tokens + found.page_size,
-        max_new_tokens=new_tokens,
-        input_tokens=num_tokens,
-        swa_host_hit_length=0,
-        chunk_limit=chunk_limit,
-    )
-
-
-def may_allocate(found, num_tokens):
-    return found.can_allocate_prefill(
-        paged_input=num_tokens, extend_input_len=num_tokens, max_new_tokens=0, chunk_limit=None
-    )
-
-
-def fitted(found, num_tokens, limit):
-    return found.fit_chunk(extend_input_len=num_tokens, max_new_tokens=0, chunk_limit=limit)
-
-
-def test_only_a_backed_pool_has_a_budget_of_its_own():
-    assert type(budget(returning())) is CommittedPrefillBudget
-    plain = framed()
-    assert type(plain.allocator.create_prefill_budget(plain.tree)) is PrefillBudget
-
-
-def test_admitting_a_request_commits_the_memory_of_its_prompt():
-    """Its 16 tokens and the page that SGLang allows for rounding."""
-    c = returning()
-    assert admits(budget(c), 16, new_tokens=40) == (True, None)
-    assert frames(c).startswith("#. .. .. --")
-
-
-def test_what_was_admitted_before_counts():
-    c = returning()
-    found = budget(c, num_mixed_decode_tokens=2)
-    assert admits(found, 8)[0]
-    found.reserve(8, 20)
-    assert found.current_offset == 14
-    assert admits(found, 9)[0]
-    assert c.allocator.committed_size() >= 14 + 12 + 4
-    assert may_allocate(found, 20)
-    assert c.allocator.committed_size() >= 14 + 20 + 4
-
-
-def test_only_the_next_chunk_needs_memory_now():
-    c = returning()
-    assert admits(budget(c), 60, chunk_limit=8) == (True, 8)
-    assert frames(c).startswith("#. .. --")
-
-
-def test_a_prompt_larger_than_the_pool_is_not_admitted_and_commits_nothing():
-    c = returning()
-    assert admits(budget(c), 121) == (False, None)
-    assert not may_allocate(budget(c), 125)
-    assert frames(c) == " ".join(["#.", *["--"] * 15])
-
-
-def test_without_memory_a_request_waits_and_with_it_gets_in():
-    c = returning()
-    residency(c).backing.fail_next()
-    assert [admits(budget(c), 16)[0] for _ in range(3)] == [False, False, True]
-    residency(c).backing.fail_next()
-    assert [may_allocate(budget(c), 40) for _ in range(3)] == [False, False, True]
-
-
-def test_memory_of_evictable_pages_is_good_enough():
-    """20 tokens are cached; 16 and 4 for rounding are asked for, of 24 that have memory."""
-    c = returning()
-    c.insert(run(1000, 20))
-    residency(c).backing.fail_next(1000)
-    assert admits(budget(c), 16)[0]
-    assert not admits(budget(c), 17)[0]
-    assert len(Request(c, run(5000, 20)).admit().prefill().tokens) == 20
-
-
-def test_pages_that_the_ceiling_withholds_are_no_room():
-    c = returning(max_resident_bytes=4 * FRAME)
-    found = budget(c)
-    assert (found.remaining_total, found.remaining_current) == (28, 28)
-    assert found.has_capacity()
-    assert admits(found, 23) == (True, None)
-    assert admits(found, 24) == (False, None)
-    assert residency(c).committed_frames == 4
-
-
-def test_a_chunk_is_whole_where_its_memory_can_be_had():
-    c = returning()
-    assert fitted(budget(c), 100, 32) == 32
-    assert fitted(budget(c), 10, 32) == 32
-    assert c.allocator.committed_size() == 36
-
-
-@pytest.mark.parametrize(("limit", "fits"), [(16, 16), (20, 20), (24, 20), (64, 20), (7, 7)])
-def test_a_chunk_is_shorter_where_memory_is_short(limit, fits):
-    """28 tokens can have memory; 4 are another request's, 4 for rounding."""
-    c = returning(max_resident_bytes=4 * FRAME)
-    c.allocator.alloc(4)
-    assert fitted(budget(c), 100, limit) == fits
-    assert fits % 4 == 0 or fits == limit
-
-
-def test_a_chunk_counts_what_can_be_evicted_and_what_was_admitted():
-    c = returning(max_resident_bytes=4 * FRAME)
-    c.insert(A16)
-    found = budget(c)
-    found.reserve(4, 0)
-    assert fitted(found, 100, 64) == 28 - 8 - 4
-    c.tree.evict_surplus(16)
-    assert fitted(found, 100, 64) == 28 - 8 - 4
-
-
-def test_a_chunk_waits_where_not_even_a_page_has_memory():
-    c = returning()
-    c.allocator.alloc(4)
-    residency(c).backing.fail_next()
-    assert [fitted(budget(c), 100, 32) for _ in range(3)] == [None, None, 32]
-
-
-def test_what_fits_can_be_allocated():
-    """Chunk by chunk to the very end of what the ceiling allows."""
-    c = returning(max_resident_bytes=6 * FRAME)
-    request = Request(c, run(1, 40)).admit()
-    for expected in (12, 12, 12, 4):
-        chunk = fitted(budget(c), request.num_left_to_prefill, 12)
-        assert min(chunk, request.num_left_to_prefill) == expected
-        request.prefill(chunk)
-        request.req.prefix_len = request.req.extend_end
-    assert request.num_left_to_prefill == 0
-    assert fitted(budget(c), 1, 12) is None
-    assert evicted(c) == 0
-    request.abort()
-    assert_sound(c)
-
-
-# how long a request may be
-
-
-def longest(c, num_tokens, new_tokens=10_000):
-    return c.allocator.max_new_tokens_for_memory(
-        num_tokens, new_tokens, token_capacity=124, sliding_window_size=None, chunk_size=None
-    )
-
-
-def test_without_a_ceiling_answers_are_as_long_as_sglang_allows():
-    c = returning()
-    assert longest(c, 20) == 124 - 20 - 4 - 1
-    assert longest(c, 200) == 0
-    assert longest(c, 20, 7) == 7
-    assert c.allocator.fits_alone(10_000) is False
-    assert framed().allocator.fits_alone(10_000)
-
-
-def test_a_ceiling_shortens_answers_and_refuses_prompts_that_can_never_fit():
-    c = returning(max_resident_bytes=4 * FRAME)
-    assert longest(c, 20) == 28 - 20 - 4 - 1
-    assert longest(c, 23) == 0
-    assert longest(c, 24) is None
-
-
-@pytest.mark.parametrize("max_frames", [2, 3, 7, 15, 16])
-def test_what_fits_alone_is_what_an_empty_pool_admits(max_frames):
-    c = returning(max_resident_bytes=max_frames * FRAME)
-    for num_tokens in range(1, 130):
-        residency(c).trim()
-        assert admits(budget(c), num_tokens)[0] == c.allocator.fits_alone(num_tokens), num_tokens
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5, 8, 19, 23])
-def test_the_longest_answer_that_is_promised_can_be_given(num_tokens):
-    """With room for all of it, or else by evicting what others left."""
-    c = returning(max_resident_bytes=4 * FRAME)
-    c.insert(run(9000, 24))
-    answer = longest(c, num_tokens)
-    assert admits(budget(c), num_tokens, new_tokens=answer)[0]
-    Request(c, run(1, num_tokens)).serve(run(500, answer))
-    assert residency(c).committed_frames <= 4
-    assert_sound(c)
 
 
 # the cap
@@ -718,33 +490,6 @@ def test_ownership_in_doubt_stops_the_server_and_says_what_to_do():
 # knobs
 
 
-@pytest.mark.parametrize("value", [True, False, "16", None, [1], math.nan, math.inf, -math.inf])
-def test_what_is_no_number_is_refused(value):
-    assert Knob(4, 0, 100).complaint("cap", value) == f"cap takes a number, not {value!r}."
-
-
-@pytest.mark.parametrize("value", [0, 100, 50, 50.0])
-def test_numbers_within_the_range_are_taken(value):
-    assert Knob(4, 0, 100).complaint("cap", value) == ""
-
-
-@pytest.mark.parametrize("value", [-1, 101, 101.0, -2, 10**400, -(10**400)])
-def test_numbers_out_of_the_range_are_refused_with_it(value):
-    assert Knob(4, 0, 100).complaint("cap", value) == f"cap={value} is out of the range [0, 100]."
-
-
-def test_fractions_are_for_knobs_that_take_them():
-    assert Knob(4, 0, 100).complaint("cap", 0.5) == "cap takes a whole number, not 0.5."
-    assert Knob(4, 0, 100, is_whole=False).complaint("seconds", 0.5) == ""
-    assert Knob(4, 0, 100, is_whole=False).complaint("seconds", 100.5)
-
-
-def test_no_bound_is_a_value_of_some_knobs():
-    bounded = Knob(4, 0, 100, can_be_unbounded=True)
-    assert bounded.complaint("cap", -1) == bounded.complaint("cap", -1.0) == ""
-    assert bounded.complaint("cap", -2) == "cap=-2 is out of the range [0, 100], or -1 for no bound."
-
-
 def test_ranges_follow_the_pool_and_each_other():
     c = returning(reserve_frames=2, max_resident_bytes=8 * FRAME + 5)
     knobs = control_of(c).knobs()
@@ -924,138 +669,3 @@ def test_a_kits_cache_without_a_group_of_ranks_has_a_control_that_agrees_with_it
     assert residency(c).agree(True)
     assert not residency(c).agree(False)
     assert isinstance(c.allocator.store, HostPages)
-
-
-# whatever happens in a row
-
-
-class Bounded(Ownership):
-    """Owners, sums and KV as in any pool, while frames come and go: by the system's accounts or by pretended ones."""
-
-    pretended = True
-
-    @initialize(reserve=st.integers(0, 1), cap=st.none() | st.integers(0, 40))
-    def start(self, reserve, cap) -> None:
-        self.num_pages = POOL_PAGES[self.page_size]
-        self.cache = caches.returning(
-            page_size=self.page_size,
-            frame_pages=self.frame_pages,
-            pool_tokens=self.num_pages * self.page_size,
-            pretended=self.pretended,
-            placement=self.placement,
-            rows=ROWS,
-            reserve_frames=reserve,
-            max_cached_tokens=cap,
-        )
-        self.live = []
-        self.changed = True
-        self.committed_before = self.residency.committed_frames
-
-    @property
-    def residency(self):
-        return self.cache.allocator.residency
-
-    @property
-    def control(self):
-        return self.cache.tree.control
-
-    @property
-    def is_without_memory(self) -> bool:
-        """Whether the next allocation gets no frame committed."""
-        return bool(self.residency._skip) or (self.pretended and self.residency.backing.failing_next > 0)
-
-    def expecting(self, num_pages: int):
-        """As for any pool, of which a part may be out of reach now: room is committed first and then evicted."""
-        allocator = self.cache.allocator
-        out_of_reach = allocator.withheld_size()
-        if self.is_without_memory:
-            out_of_reach = allocator.available_size() - allocator.committed_size()
-        free = (allocator.available_size() - out_of_reach) // self.page_size
-        missing = max(num_pages - free, 0)
-        self.evicted_before = self.cache.tree.eviction_counts.evicted_tokens
-        self.changed = True
-        return missing <= self.cache.sizes.evictable // self.page_size, missing * self.page_size
-
-    # -- what the control does --
-
-    def set(self, name, value) -> None:
-        knob = self.control.knobs()[name]
-        if knob.complaint(name, value) == "":
-            self.control.set(name, value)
-            self.changed = True
-
-    @rule()
-    def step(self) -> None:
-        self.control.step()
-        cap = self.control.max_cached_tokens
-        assert cap is None or self.cache.sizes.evictable <= cap
-        assert not self.residency.over_ceiling_frames or not self.cache.sizes.evictable
-        self.changed = True
-
-    @rule()
-    def trim(self) -> None:
-        self.control.trim()
-        assert self.control.degraded == ""
-        self.changed = True
-
-    @rule(frames=st.none() | st.integers(2, 16))
-    def set_ceiling(self, frames) -> None:
-        self.set(MAX_RESIDENT_BYTES, NO_BOUND if frames is None else frames * self.residency.backing.frame_bytes)
-
-    @rule(reserve=st.integers(0, 3))
-    def set_reserve(self, reserve) -> None:
-        self.set(RESERVE_FRAMES, reserve)
-
-    @rule(cap=st.sampled_from([NO_BOUND, 0, 8, 24]))
-    def set_cap(self, cap) -> None:
-        self.set(MAX_CACHED_TOKENS, cap)
-
-    @rule(mode=st.sampled_from([OBSERVE, PLACE, RETURN, RETURN]))
-    def set_mode(self, mode) -> None:
-        self.set(MODE, mode)
-
-    @precondition(lambda self: self.pretended)
-    @rule(commits=st.sampled_from([0, 1, 1, 2, 1000]))
-    def commits_fail(self, commits) -> None:
-        self.residency.backing.fail_next(commits)
-
-    @rule(num_tokens=st.integers(1, 60))
-    def admission_keeps_its_word(self, num_tokens) -> None:
-        """Who is admitted can be allocated for, whatever has to be evicted."""
-        allocator = self.cache.allocator
-        self.changed = True
-        if not admits(allocator.create_prefill_budget(self.cache.tree), num_tokens)[0]:
-            return
-        room = self.cache.room_for(num_tokens)
-        allocator.evict_to_free_tokens(self.cache.tree, room)
-        slots = allocator.alloc(room)
-        assert slots is not None
-        allocator.free_segment(slots, start_pos=0)
-
-    # -- what must hold after every step --
-
-    @invariant()
-    def committed_frames_and_the_system_agree(self) -> None:
-        if not hasattr(self, "cache") or not self.changed:
-            return
-        self.changed = False
-        assert self.residency.disagreements() == []
-        assert self.residency.backing.resident_bytes() == self.residency.committed_bytes
-        most, committed = self.residency.max_frames, self.residency.committed_frames
-        assert most is None or committed <= max(most, self.committed_before)  # a step takes back what is too much
-        self.committed_before = committed
-
-
-@pytest.mark.parametrize("placement", [None, "stock"])
-@pytest.mark.parametrize(("page_size", "frame_pages"), [(1, 4), (4, 2)])
-def test_owners_and_bounds_are_kept_whatever_fails(page_size, frame_pages, placement):
-    choice = {"page_size": page_size, "frame_pages": frame_pages, "placement": placement}
-    few = settings(max_examples=settings.default.max_examples // 2, stateful_step_count=50)
-    run_state_machine_as_test(type("Bounded", (Bounded,), choice), settings=few)
-
-
-@pytest.mark.parametrize(("page_size", "frame_pages"), [(1, 4), (4, 2)])
-def test_kept_kv_is_kept_and_the_system_counts_what_we_count(page_size, frame_pages):
-    choice = {"page_size": page_size, "frame_pages": frame_pages, "placement": None, "pretended": False}
-    few = settings(max_examples=settings.default.max_examples // 10, stateful_step_count=25)
-    run_state_machine_as_test(type("BoundedBySystem", (Bounded,), choice), settings=few)

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 from radix_pages.backing import CommitError
 from radix_pages.results import UnknownNodeError
 from radix_pages_sglang.config import MODES
-from radix_pages_sglang.control import (
+from radix_pages_sglang.knobs import (
     FREE_FRAMES,
     MAX_CACHED_TOKENS,
     MAX_RESIDENT_BYTES,

@@ -21,24 +21,13 @@ from radix_pages.units import Geometry, Span
 from radix_pages_sglang import control as control_module
 from radix_pages_sglang import convert, moving
 from radix_pages_sglang.config import MODES
-from radix_pages_sglang.control import (
-    CHECK_RANKS,
-    FREE_FRAMES,
-    LEAST_REST,
-    MAX_CACHED_TOKENS,
-    MAX_RESIDENT_BYTES,
-    MODE,
-    MOST_REST,
-    NO_BOUND,
-    TRIM,
-    Knob,
-    RanksDisagree,
-)
+from radix_pages_sglang.control import CHECK_RANKS, LEAST_REST, MOST_REST, RanksDisagree
+from radix_pages_sglang.knobs import FREE_FRAMES, MAX_CACHED_TOKENS, MAX_RESIDENT_BYTES, MODE, NO_BOUND, TRIM, Knob
 from radix_pages_sglang.metrics import MemoryMetrics
 from radix_pages_sglang.moving import MOST_REPLANS, PoolMover, digest, moves_in
 from tests.adapter import caches
 from tests.adapter.caches import Request, run
-from tests.adapter.test_bounds import FRAME, assert_sound, control_of, evicted, frames, residency
+from tests.adapter.returning import FRAME, assert_sound, control_of, evicted, frames, residency
 
 pytestmark = pytest.mark.usefixtures("published_config")
 

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from radix_pages_sglang.control import CHECK_RANKS, FREE_FRAMES, MAX_CACHED_TOKENS, NO_BOUND, TRIM
+from radix_pages_sglang.control import CHECK_RANKS
 from radix_pages_sglang.cpu_engine.checkpoints import smollm2_checkpoint, tiny_llama
+from radix_pages_sglang.knobs import FREE_FRAMES, MAX_CACHED_TOKENS, NO_BOUND, TRIM
 from radix_pages_sglang.local_server import Server, reply, serving
 from radix_pages_sglang.resident import process_resident_bytes
 from tests.engine.load import chat_load

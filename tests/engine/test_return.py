@@ -14,8 +14,8 @@ from urllib.error import HTTPError
 
 import pytest
 
-from radix_pages_sglang.control import MAX_CACHED_TOKENS, MAX_RESIDENT_BYTES, MODE, NO_BOUND, TRIM
 from radix_pages_sglang.cpu_engine.checkpoints import tiny_llama
+from radix_pages_sglang.knobs import MAX_CACHED_TOKENS, MAX_RESIDENT_BYTES, MODE, NO_BOUND, TRIM
 from radix_pages_sglang.local_server import Server, repeating, serving
 from radix_pages_sglang.resident import resident_bytes
 from tests.engine.load import chat_load, talk

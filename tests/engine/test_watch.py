@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from playwright.sync_api import Page, expect
 
-from radix_pages_sglang.control import MAX_CACHED_TOKENS, NO_BOUND, TRIM
 from radix_pages_sglang.cpu_engine.checkpoints import tiny_llama
+from radix_pages_sglang.knobs import MAX_CACHED_TOKENS, NO_BOUND, TRIM
 from radix_pages_sglang.local_server import Server, serving
 from tests.engine.load import chat_load
 from tests.engine.test_frames import STRICT, arguments, complaints, state

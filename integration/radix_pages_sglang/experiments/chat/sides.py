@@ -136,23 +136,24 @@ def started(servers: Servers) -> Iterator[dict[str, Side]]:
     """Both servers, started side by side and stopped at the end. Raises CommandError if one does not start."""
     ports = _ports(servers.port)
     with tempfile.TemporaryDirectory(prefix="radix-pages-chat-") as folder:
-        starts = [
-            partial(
-                local_server.start,
-                servers.model,
-                *servers.arguments,
-                log=Path(folder) / f"{name}.log",
-                env={**servers.settings, COUNT_STOCK: "1"},
-                backend="radix_pages" if name == OURS else None,
-                port=port,
-            )
-            for name, port in ports.items()
-        ]
-        try:
-            with local_server.serving_together(starts) as both:
-                yield {name: _side(name, server) for name, server in zip(ports, both, strict=True)}
-        except local_server.ServerError as error:
-            raise CommandError(f"a server did not start: {_reason(str(error))}") from error
+        starts = [partial(_start, name, servers, port, Path(folder)) for name, port in ports.items()]
+        with local_server.serving_together(starts) as both:
+            yield {name: _side(name, server) for name, server in zip(ports, both, strict=True)}
+
+
+def _start(name: str, servers: Servers, port: int, folder: Path) -> local_server.Server:
+    try:
+        return local_server.start(
+            servers.model,
+            *servers.arguments,
+            log=folder / f"{name}.log",
+            env={**servers.settings, COUNT_STOCK: "1"},
+            backend="radix_pages" if name == OURS else None,
+            port=port,
+        )
+    except local_server.ServerError as error:
+        whose = "this cache's server" if name == OURS else "stock's server"
+        raise CommandError(f"{whose} did not start: {_reason(str(error))}") from error
 
 
 def _side(name: str, server: local_server.Server) -> Side:
