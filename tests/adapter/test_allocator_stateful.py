@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from tests.adapter.caches import Namespace, Request, prefix_marks
-from tests.adapter.test_allocator import assert_whole, framed, held
+from tests.adapter.framed import assert_whole, framed, held
 
 pytestmark = pytest.mark.usefixtures("published_config")
 

@@ -28,6 +28,7 @@ from radix_pages_sglang.metrics import MemoryMetrics
 from radix_pages_sglang.page_store import HostPages
 from tests.adapter import caches
 from tests.adapter.caches import OURS, Request, run
+from tests.adapter.framed import framed
 from tests.adapter.returning import (
     FRAME,
     admits,
@@ -40,7 +41,6 @@ from tests.adapter.returning import (
     returning,
     trimmed,
 )
-from tests.adapter.test_allocator import framed
 
 pytestmark = pytest.mark.usefixtures("published_config")
 

@@ -7,8 +7,8 @@ from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from radix_pages_sglang.budget import CommittedPrefillBudget
 from tests.adapter.caches import Request, run
+from tests.adapter.framed import framed
 from tests.adapter.returning import FRAME, admits, assert_sound, budget, evicted, frames, residency, returning
-from tests.adapter.test_allocator import framed
 
 pytestmark = pytest.mark.usefixtures("published_config")
 

@@ -16,7 +16,7 @@ from radix_pages_sglang import counts
 from radix_pages_sglang.page_map import Requests, frame_holders, requests_of, runs
 from tests.adapter import caches
 from tests.adapter.caches import Request, run
-from tests.adapter.test_allocator import framed
+from tests.adapter.framed import framed
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
