@@ -21,7 +21,7 @@ from radix_pages_sglang.experiments.report import finish
 from radix_pages_sglang.knobs import MODES
 from radix_pages_sglang.serve import CommandError, check_sglang
 
-PAIRS, QUICK_PAIRS, PAIRS_A_START = 40, 3, 5
+PAIRS, QUICK_PAIRS, PAIRS_A_START = 36, 3, 3
 CONVERSATIONS = 64
 PAGE_SIZE, POOL_TOKENS, TRACE_POOL_TOKENS, CONTEXT_TOKENS = 16, 6144, 24_576, 8192
 
@@ -41,9 +41,9 @@ Out = Annotated[Path | None, _option("--out", help="Write the report into this d
 Json = Annotated[Path | None, _option("--json", help="Write the numbers to this file.")]
 Quick = Annotated[bool, _option("--quick", help="Two minutes: 3 pairs, servers started once.")]
 Seed = Annotated[int, _option("--seed", min=0, help="Chooses prompts; pair p has seed + p on both sides.")]
-Pairs = Annotated[int | None, _option("--pairs", min=1, help="Pairs of bursts, in turns.  [default: 40]")]
+Pairs = Annotated[int | None, _option("--pairs", min=1, help="Pairs of bursts, in turns.  [default: 36]")]
 PairsAStart = Annotated[
-    int | None, _option("--pairs-per-start", min=1, help="Pairs after which both servers start anew.  [default: 5]")
+    int | None, _option("--pairs-per-start", min=1, help="Pairs after which both servers start anew.  [default: 3]")
 ]
 Conversations = Annotated[
     int | None, _option("--conversations", min=1, help="Conversations (or trace requests) a burst.  [default: 64]")
