@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
-Ids = TypeVar("Ids", int, np.ndarray)
+Ids = TypeVar("Ids", int, "np.ndarray")
 """One id or an array of ids."""
 
 
@@ -94,5 +95,7 @@ class Geometry:
 
     def slots_of(self, pages: np.ndarray) -> np.ndarray:
         """All slots of `pages`, one page after the other."""
+        import numpy as np  # not for a command's --help
+
         slots: np.ndarray = self.first_slot(pages)[:, None] + np.arange(self.page_size)
         return slots.ravel()
