@@ -22,6 +22,7 @@ from rich.table import Table
 
 from radix_pages_sglang.counts import COUNT_STOCK, STATE_KEY, EvictionCounts
 from radix_pages_sglang.cpu_engine import checkpoints
+from radix_pages_sglang.experiments.provenance import first_line, provenance
 from radix_pages_sglang.local_server import Server, serving, start
 
 PAGE_SIZE = 16
@@ -158,7 +159,7 @@ def state(server: Server) -> dict[str, float]:
     return {key: found[key] for key in COUNTED if key in found}
 
 
-def summary(ours: list[Side], stock: list[Side]) -> dict[str, Any]:
+def summary(ours: list[Side], stock: list[Side], seed: int) -> dict[str, Any]:
     """What `--json` writes. Counts and answers are those of the first run of each side; every run gave the same."""
     first, other = ours[0], stock[0]
     equal = [a == b for side in [*ours[1:], *stock] for a, b in zip(first.answers, side.answers, strict=True)]
@@ -180,19 +181,23 @@ def summary(ours: list[Side], stock: list[Side]) -> dict[str, Any]:
         "stock_ttft_ms": [round(statistics.median(side.ttft_seconds) * 1e3, 1) for side in stock],
         "output_tokens_per_s": [round(side.output_tokens / side.seconds, 2) for side in ours],
         "stock_output_tokens_per_s": [round(side.output_tokens / side.seconds, 2) for side in stock],
+        "provenance": provenance(seed),
         "runs": [asdict(side) for side in [*ours, *stock]],
     }
 
 
-def table(ours: Side, stock: Side, equal: int, total: int) -> Table:
-    """The two sides as rows of one table."""
+def table(ours: list[Side], stock: list[Side], equal: int, total: int) -> Table:
+    """The two sides as rows of one table: counts of the first run of each, times of all runs."""
     result = Table(title=f"{total} chat turns, pool of {POOL_TOKENS} tokens in pages of {PAGE_SIZE}")
     result.add_column("")
     result.add_column("radix_pages", justify="right")
     result.add_column("stock SGLang", justify="right")
 
     def row(label: str, value: Callable[[Side], Any]) -> None:
-        result.add_row(label, str(value(ours)), str(value(stock)))
+        result.add_row(label, str(value(ours[0])), str(value(stock[0])))
+
+    def timed(label: str, value: Callable[[Side], float], digits: int) -> None:
+        result.add_row(label, *(spread([value(side) for side in runs], digits) for runs in (ours, stock)))
 
     row("requests", lambda side: side.requests)
     row("prompt tokens", lambda side: side.prompt_tokens)
@@ -208,11 +213,17 @@ def table(ours: Side, stock: Side, equal: int, total: int) -> Table:
     )
     row("pages reclaimed", lambda side: side.counts["pages_reclaimed"])
     row("frames emptied", lambda side: side.counts.get("frames_emptied", "not counted"))
-    row("eviction time, ms", lambda side: f"{side.counts['eviction_seconds'] * 1e3:.1f}")
-    row("median time to first token, ms", lambda side: f"{statistics.median(side.ttft_seconds) * 1e3:.0f}")
-    row("output tokens a second", lambda side: f"{side.output_tokens / side.seconds:.1f}")
+    timed("eviction time, ms", lambda side: side.counts["eviction_seconds"] * 1e3, 1)
+    timed("median time to first token, ms", lambda side: statistics.median(side.ttft_seconds) * 1e3, 0)
+    timed("output tokens a second", lambda side: side.output_tokens / side.seconds, 1)
     result.add_row("answers equal", f"{equal} of {total}", "")
     return result
+
+
+def spread(values: list[float], digits: int) -> str:
+    """The mean, and the least and the most of several."""
+    mean = f"{statistics.mean(values):.{digits}f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def demo(
@@ -249,11 +260,14 @@ def demo(
                     progress.update(bar, description=f"{name}: chatting")
                     hold_conversations(server, side, seed, lambda bar=bar: progress.advance(bar))
                 runs[name].append(side)
-    result = summary(runs["radix_pages"], runs["stock"])
+    result = summary(runs["radix_pages"], runs["stock"], seed)
     equal, total = result["answers_equal"], result["answers_total"]
-    console.print(table(runs["radix_pages"][0], runs["stock"][0], equal, total))
-    if pairs > 1:
-        print_spread(console, result)
+    console.print(first_line(seed), soft_wrap=True)
+    console.print(table(runs["radix_pages"], runs["stock"], equal, total))
+    runs_told = (
+        "One run of each side" if pairs == 1 else f"{pairs} runs of each side, in turns; times: mean (least to most)"
+    )
+    console.print(f"{runs_told}. Requests go one after the other.", soft_wrap=True)
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
         console.print(f"written to {json_file}")
@@ -267,11 +281,6 @@ def demo(
 def server_options(name: str, port: int) -> dict[str, Any]:
     """How the server of one side is started; both count their evictions."""
     return {"env": {COUNT_STOCK: "1"}, "backend": "radix_pages" if name == "radix_pages" else None, "port": port}
-
-
-def print_spread(console: Console, result: dict[str, Any]) -> None:
-    for label, key in (("median TTFT, ms", "ttft_ms"), ("output tokens a second", "output_tokens_per_s")):
-        console.print(f"{label}: radix_pages {result[key]}, stock {result['stock_' + key]}")
 
 
 def print_differences(console: Console, runs: dict[str, list[Side]]) -> None:
