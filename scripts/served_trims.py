@@ -8,7 +8,8 @@ resident.py compares processes.
 In either mode the cache is cut every second to as many tokens, so that both compute as many prompts anew. The same
 requests in both, 8 at a time, streamed. Reported: the ratio of the 99th percentiles (and of the medians) of the gaps
 between tokens, over all bursts of a side, with the 95% interval that resampling the pairs gives; and the longest that
-one step between two batches took, while requests ran.
+one step between two batches took, while requests ran: by the clock, and in the processor time of the scheduler's
+thread, for the load shares its two cores.
 
 Writes scripts/results/served_trims.txt, .json (under_load.py --served takes it) and .png; --json prints the object.
 """
@@ -166,9 +167,11 @@ def main() -> None:
         numbers[f"{name}_itl_ratio"] = round(middle, 4)
         numbers[f"{name}_itl_ratio_interval"] = [round(low, 4), round(high, 4)]
     numbers["longest_stall_ms"] = round(1000 * memory["longest_step_seconds"], 3)
+    numbers["longest_stall_cpu_ms"] = round(1000 * memory["longest_step_cpu_seconds"], 3)
     lines.append(
         f"{memory['trims']} trims, {memory['plans']} plans ({memory['void_plans']} void), {memory['moved_pages']} "
-        f"pages moved, {memory['moves_per_slice']} at most a slice; longest step {numbers['longest_stall_ms']} ms"
+        f"pages moved, {memory['moves_per_slice']} at most a slice; longest step {numbers['longest_stall_ms']} ms by the clock, "
+        f"{numbers['longest_stall_cpu_ms']} ms in processor time"
     )
     numbers |= {name: memory[name] for name in ("plans", "void_plans", "moved_pages", "moves_per_slice", "trims")}
     draw(found)

@@ -112,6 +112,8 @@ class MemoryControl:
         self.trim_seconds = 0.0
         self.longest_step_seconds = 0.0
         """The longest that a plan, a slice of moves or a return kept the requests of a busy server waiting."""
+        self.longest_step_cpu_seconds = 0.0
+        """The most processor time of one such step: what is longer by the clock was spent waiting for a core."""
         self.capped_tokens = 0
         self._regrown_frames = 0
         self._idle_since: float | None = None
@@ -134,11 +136,13 @@ class MemoryControl:
         self._keep_cap()
         if self.residency is None:
             return
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.thread_time()
         self._keep_memory(self.residency)
-        seconds = time.perf_counter() - start
-        if seconds > self.longest_step_seconds and self._fixed_pages(self.residency):
-            self.longest_step_seconds = seconds
+        seconds, cpu_seconds = time.perf_counter() - start, time.thread_time() - start_cpu
+        is_longest = seconds > self.longest_step_seconds or cpu_seconds > self.longest_step_cpu_seconds
+        if is_longest and self._fixed_pages(self.residency):
+            self.longest_step_seconds = max(seconds, self.longest_step_seconds)
+            self.longest_step_cpu_seconds = max(cpu_seconds, self.longest_step_cpu_seconds)
 
     def _keep_memory(self, residency: Residency) -> None:
         if self._is_system_asked_later and not self._fixed_pages(residency):
@@ -470,6 +474,7 @@ class MemoryControl:
             "trims": self.trims,
             "trim_seconds": self.trim_seconds,
             "longest_step_seconds": self.longest_step_seconds,
+            "longest_step_cpu_seconds": self.longest_step_cpu_seconds,
             "regrown_frames": self._regrown_frames,
             "free_frames": residency.free_frames,
         }

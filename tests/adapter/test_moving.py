@@ -5,6 +5,7 @@ As in `test_bounds`, a frame is two pages of four tokens and a pool has 16 frame
 
 from __future__ import annotations
 
+import time
 import itertools
 import random
 from types import SimpleNamespace
@@ -673,10 +674,21 @@ def test_the_longest_step_is_that_of_a_server_with_requests():
     control = control_of(c)
     control.set(FREE_FRAMES, 12)
     work(c)
-    assert control.longest_step_seconds == 0
+    assert control.longest_step_seconds == control.longest_step_cpu_seconds == 0
     Request(c, run(9000, 16)).admit().prefill()
     control.step()
-    assert 0 < control.longest_step_seconds == c.tree.state()["memory"]["longest_step_seconds"]
+    memory = c.tree.state()["memory"]
+    assert 0 < control.longest_step_seconds == memory["longest_step_seconds"]
+    assert 0 < control.longest_step_cpu_seconds == memory["longest_step_cpu_seconds"]
+
+
+def test_a_step_that_waits_for_a_core_is_long_by_the_clock_and_short_in_processor_time(monkeypatch):
+    c = scattered()
+    control = control_of(c)
+    Request(c, run(9000, 16)).admit().prefill()
+    monkeypatch.setattr(control, "_keep_memory", lambda residency: time.sleep(0.05))
+    control.step()
+    assert control.longest_step_cpu_seconds < 0.05 <= control.longest_step_seconds
 
 
 def test_every_number_of_free_frames_can_be_set():
