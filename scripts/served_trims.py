@@ -170,8 +170,8 @@ def main() -> None:
     numbers["longest_stall_cpu_ms"] = round(1000 * memory["longest_step_cpu_seconds"], 3)
     lines.append(
         f"{memory['trims']} trims, {memory['plans']} plans ({memory['void_plans']} void), {memory['moved_pages']} "
-        f"pages moved, {memory['moves_per_slice']} at most a slice; longest step {numbers['longest_stall_ms']} ms by the clock, "
-        f"{numbers['longest_stall_cpu_ms']} ms in processor time"
+        f"pages moved, {memory['moves_per_slice']} at most a slice; longest step {numbers['longest_stall_ms']} ms "
+        f"by the clock, {numbers['longest_stall_cpu_ms']} ms in processor time"
     )
     numbers |= {name: memory[name] for name in ("plans", "void_plans", "moved_pages", "moves_per_slice", "trims")}
     draw(found)

@@ -308,7 +308,9 @@ def clock(monkeypatch):
     """The control's clock, which tests move."""
     now = SimpleNamespace(seconds=1000.0)
     monkeypatch.setattr(
-        control_module, "time", SimpleNamespace(monotonic=lambda: now.seconds, perf_counter=time.perf_counter)
+        control_module,
+        "time",
+        SimpleNamespace(monotonic=lambda: now.seconds, perf_counter=time.perf_counter, thread_time=time.thread_time),
     )
     return now
 

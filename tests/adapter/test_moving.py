@@ -5,9 +5,9 @@ As in `test_bounds`, a frame is two pages of four tokens and a pool has 16 frame
 
 from __future__ import annotations
 
-import time
 import itertools
 import random
+import time
 from types import SimpleNamespace
 
 import numpy as np
