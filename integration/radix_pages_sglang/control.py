@@ -149,10 +149,11 @@ class MemoryControl:
             self._ask_system(residency)
         if residency.over_ceiling_frames:
             self._keep_ceiling(residency)
+        has_worked = False
         if self._moves_pages:
             self._keep_free_frames(residency)
-            self._work(residency)
-        if self._returns:
+            has_worked = self._work(residency)
+        if self._returns and not has_worked:  # the kernel clears a frame: not on top of a slice in one step
             residency.refill_reserve()
         if self._metrics is not None and time.monotonic() >= self._report_at:
             self.report()
@@ -279,14 +280,21 @@ class MemoryControl:
         if self._moves_pages and target > residency.ledger.num_returned_frames:
             self._reclaimer.aim(FreeFrames(target - residency.ledger.num_returned_frames))
 
-    def _work(self, residency: Residency) -> None:
-        """One slice of what is being worked on; what came free goes back in the step after the last."""
+    def _work(self, residency: Residency) -> bool:
+        """One slice of what is being worked on; what came free goes back in the step after the last.
+
+        Whether there was anything to do.
+        """
         if self._is_return_due:
             self._is_return_due = False
             self._return_freed(residency)
-        elif self._reclaimer is not None and self._reclaimer.is_working and self._reclaimer.step():
+            return True
+        if self._reclaimer is None or not self._reclaimer.is_working:
+            return False
+        if self._reclaimer.step():
             self._is_return_due = True
             self._begin_rest(self._reclaimer, residency)
+        return True
 
     def _begin_rest(self, reclaimer: Reclaimer, residency: Residency) -> None:
         self._next_rest = min(2 * self._next_rest, MOST_REST) if reclaimer.fell_short else LEAST_REST

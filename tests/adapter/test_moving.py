@@ -430,6 +430,24 @@ def test_a_trim_evicts_nothing_even_if_requests_end_before_it_begins():
     assert_sound(c)
 
 
+def test_a_step_that_works_on_a_trim_commits_no_frame_ahead_and_the_one_after_it_does():
+    """Clearing a frame takes as long as a slice: requests would wait for both."""
+    c = scattered()
+    control, res = control_of(c), residency(c)
+    control.trim()
+    res.reserve_frames = 12
+    committed = []
+    while control.is_working:
+        was_working = control._is_reclaiming
+        before = res.counts.committed_again_total
+        control.step()
+        committed.append((was_working, res.counts.committed_again_total - before))
+    assert (True, 0) in committed
+    assert (False, 1) in committed
+    assert {worked for worked, frames_ahead in committed if frames_ahead} == {False}
+    assert_sound(c)
+
+
 def test_the_reserve_survives_a_trim():
     c = scattered(reserve_frames=2)
     control_of(c).trim()
