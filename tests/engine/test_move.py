@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
 
 import pytest
 
 from radix_pages_sglang.control import CHECK_RANKS
 from radix_pages_sglang.cpu_engine.checkpoints import smollm2_checkpoint, tiny_llama
 from radix_pages_sglang.knobs import FREE_FRAMES, MAX_CACHED_TOKENS, NO_BOUND, TRIM
-from radix_pages_sglang.local_server import Server, reply, serving
+from radix_pages_sglang.local_server import Server, repeating, reply, serving
 from radix_pages_sglang.resident import process_resident_bytes
 from tests.engine.load import chat_load
 from tests.engine.test_absent import plugin
@@ -39,23 +39,17 @@ def trimmed(server: Server) -> None:
 @contextmanager
 def trimming_every_second(server: Server) -> Iterator[None]:
     """Meanwhile the cache is cut, packed and let grow again, and frames are kept for a neighbour and given up."""
-    over = threading.Event()
 
     def trim() -> None:
-        while not over.wait(0.5):
-            for name, value in ((MAX_CACHED_TOKENS, 1200), (MAX_CACHED_TOKENS, NO_BOUND), (TRIM, 1)):
-                set_knob(server, name, value)
-            set_knob(server, FREE_FRAMES, 12)
-            if not over.wait(0.5):
-                set_knob(server, FREE_FRAMES, 0)
+        for name, value in ((MAX_CACHED_TOKENS, 1200), (MAX_CACHED_TOKENS, NO_BOUND), (TRIM, 1), (FREE_FRAMES, 12)):
+            set_knob(server, name, value)
 
-    thread = threading.Thread(target=trim)
-    thread.start()
-    try:
+    def give_up() -> None:
+        set_knob(server, FREE_FRAMES, 0)
+
+    acts = cycle((trim, give_up))
+    with repeating(lambda: next(acts)(), every_seconds=0.5):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @pytest.fixture(scope="module")

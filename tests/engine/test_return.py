@@ -5,11 +5,11 @@ What a server occupies is read by this process from /proc; SGLang's strictest me
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import cycle
 from urllib.error import HTTPError
 
 import pytest
@@ -160,19 +160,15 @@ def test_failing_commits_slow_requests_down_and_do_nothing_else(tmp_path):
         assert state(server)["memory"]["commit_failures"] == 0
         set_knob(server, MAX_CACHED_TOKENS, 256)
 
-        def shake(stop: threading.Event) -> None:
-            """All commits fail for a while, then few, again and again; memory goes back in between."""
-            while not stop.is_set():
-                for failing, seconds in (("1", 1.0), ("0.01", 1.0)):
-                    share.write_text(failing)
-                    set_knob(server, TRIM, 1)
-                    stop.wait(seconds)
-            share.write_text("0")
+        shares = cycle(("1", "0.01"))
 
-        stop = threading.Event()
-        thread = threading.Thread(target=shake, args=[stop])
-        thread.start()
-        try:
+        def shake() -> None:
+            """All commits fail for a while, then few, again and again; memory goes back in between."""
+            share.write_text(next(shares))
+            set_knob(server, TRIM, 1)
+
+        shake()
+        with repeating(shake, every_seconds=1.0):
             said = [talk(server, seed, turns=3, max_tokens=8) for seed in range(8)]
             together = chat_load(server, talks=16)
             # How many commits a load asks for hangs on how fast the machine is: until enough of them have failed.
@@ -180,9 +176,7 @@ def test_failing_commits_slow_requests_down_and_do_nothing_else(tmp_path):
                 if len(failed.read_text()) > 10:
                     break
                 together += chat_load(server, talks=16)
-        finally:
-            stop.set()
-            thread.join()
+        share.write_text("0")
         failures = len(failed.read_text())
         assert failures > 10
         assert said == answers
