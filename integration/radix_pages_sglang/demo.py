@@ -22,7 +22,8 @@ from rich.table import Table
 
 from radix_pages_sglang.counts import COUNT_STOCK, STATE_KEY, EvictionCounts
 from radix_pages_sglang.cpu_engine import checkpoints
-from radix_pages_sglang.experiments.provenance import first_line, provenance
+from radix_pages_sglang.experiments.pairs import spread
+from radix_pages_sglang.experiments.provenance import in_words, provenance
 from radix_pages_sglang.local_server import Server, serving, start
 
 PAGE_SIZE = 16
@@ -197,7 +198,10 @@ def table(ours: list[Side], stock: list[Side], equal: int, total: int) -> Table:
         result.add_row(label, str(value(ours[0])), str(value(stock[0])))
 
     def timed(label: str, value: Callable[[Side], float], digits: int) -> None:
-        result.add_row(label, *(spread([value(side) for side in runs], digits) for runs in (ours, stock)))
+        if len(ours) == 1:
+            row(label, lambda side: f"{value(side):.{digits}f}")
+        else:
+            result.add_row(label, *(spread([value(side) for side in runs], digits) for runs in (ours, stock)))
 
     row("requests", lambda side: side.requests)
     row("prompt tokens", lambda side: side.prompt_tokens)
@@ -218,12 +222,6 @@ def table(ours: list[Side], stock: list[Side], equal: int, total: int) -> Table:
     timed("output tokens a second", lambda side: side.output_tokens / side.seconds, 1)
     result.add_row("answers equal", f"{equal} of {total}", "")
     return result
-
-
-def spread(values: list[float], digits: int) -> str:
-    """The mean, and the least and the most of several."""
-    mean = f"{statistics.mean(values):.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
 def demo(
@@ -262,7 +260,7 @@ def demo(
                 runs[name].append(side)
     result = summary(runs["radix_pages"], runs["stock"], seed)
     equal, total = result["answers_equal"], result["answers_total"]
-    console.print(first_line(seed), soft_wrap=True)
+    console.print(f"# {in_words(result['provenance'])}", soft_wrap=True)
     console.print(table(runs["radix_pages"], runs["stock"], equal, total))
     runs_told = (
         "One run of each side" if pairs == 1 else f"{pairs} runs of each side, in turns; times: mean (least to most)"

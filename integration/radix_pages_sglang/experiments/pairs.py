@@ -27,6 +27,11 @@ class Difference:
     samples: int
 
 
+def spread(values: Sequence[float], digits: int) -> str:
+    """Their mean, and in brackets the least and the most."""
+    return f"{statistics.mean(values):,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95% interval of the mean of two or more `values`, by Student's t."""
     from scipy import stats

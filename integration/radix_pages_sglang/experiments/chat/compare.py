@@ -19,7 +19,7 @@ from radix_pages_sglang.experiments.chat.found import (
     values,
 )
 from radix_pages_sglang.experiments.chat.sides import Sample
-from radix_pages_sglang.experiments.pairs import Difference, difference
+from radix_pages_sglang.experiments.pairs import Difference, difference, spread
 from radix_pages_sglang.experiments.results import Chart, Result, Series, Table, Value
 
 LEAST_PERCENT = -3.0
@@ -43,7 +43,7 @@ def tables(found: Found) -> list[Table]:
     quantities: list[list[Value]] = []
     for quantity in QUANTITIES:
         by_side, better = compared(found, quantity)
-        row: list[Value] = [quantity.label, *(_spread(by_side[side], quantity.digits) for side in sides)]
+        row: list[Value] = [quantity.label, *(spread(by_side[side], quantity.digits) for side in sides)]
         quantities.append([*row, *_interval_cells(better)] if both else row)
     counts = {side: counted(found, side) for side in sides}
     memory = {side: resident(found, side) for side in sides}
@@ -68,11 +68,6 @@ def tables(found: Found) -> list[Table]:
     if both:
         found_tables.append(_pairs_table(found))
     return found_tables
-
-
-def _spread(measured: Sequence[float], digits: int) -> str:
-    mean, least, most = statistics.mean(measured), min(measured), max(measured)
-    return f"{mean:,.{digits}f} ({least:,.{digits}f} to {most:,.{digits}f})"
 
 
 def _interval_cells(better: Difference | None) -> list[Value]:
@@ -181,7 +176,7 @@ def summary(found: Found) -> list[str]:
         entry = said[quantity.key]
         if entry["low"] is None:
             shown = ", ".join(
-                f"{NAMES[side]} {_spread([quantity.value(burst.seen) for burst in found.of(side)], quantity.digits)}"
+                f"{NAMES[side]} {spread([quantity.value(burst.seen) for burst in found.of(side)], quantity.digits)}"
                 for side in found.sides()
             )
             sentences.append(f"{quantity.label}: {shown}; too little was measured for an interval.")
