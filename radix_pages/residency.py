@@ -77,6 +77,11 @@ class Residency:
         return self.total_bytes - self.returned_bytes
 
     @property
+    def num_empty_frames(self) -> int:
+        """Frames with memory that nobody holds a page of: the reserve, and what a trim would return."""
+        return len(self._empty_frames())
+
+    @property
     def is_failing(self) -> bool:
         """Whether the last commit failed."""
         return self._failures_in_a_row > 0
@@ -137,29 +142,33 @@ class Residency:
 
     @property
     def lacking_reserve(self) -> int:
-        """Frames that the reserve lacks and could have now: within the ceiling, and none while commits fail."""
+        """Frames that the reserve lacks and could have now: within the ceiling, without what is kept free for a
+        neighbour, and none while commits fail."""
         if not self.reserve_frames or self.is_failing:
             return 0
-        lacking = min(self.reserve_frames - len(self._empty_frames()), self.ledger.num_returned_frames)
+        spare = self.ledger.num_returned_frames - self.free_frames
         if self.max_frames is not None:
-            lacking = min(lacking, self.max_frames - self.committed_frames)
-        return max(lacking, 0)
+            spare = min(spare, self.max_frames - self.committed_frames)
+        return max(min(self.reserve_frames - self.num_empty_frames, spare), 0)
 
     def refill_reserve(self) -> None:
         """Commit one frame ahead, between batches, where the reserve lacks some: no batch waits for all."""
         if self.lacking_reserve:
             self._commit(np.flatnonzero(self.ledger.is_returned)[:1])
 
-    def trim(self, keep_committed: int | None = None) -> int:
+    def trim(self, keep_committed: int | None = None, most: int | None = None) -> int:
         """Return empty frames, the highest first; how many that were.
 
-        All but the reserve, or only until `keep_committed` frames are committed, with the reserve if need be.
+        All but the reserve, or only until `keep_committed` frames are committed, with the reserve if need be; in
+        either case no more than `most`, if that is given: the system takes its time over each.
         """
         surplus = self._empty_frames()
         if keep_committed is None:
             surplus = surplus[self.reserve_frames :]
         else:
             surplus = surplus[max(len(surplus) - max(self.committed_frames - keep_committed, 0), 0) :]
+        if most is not None:
+            surplus = surplus[max(len(surplus) - most, 0) :]
         if len(surplus):
             size = self._withdraw(surplus)
             self.backing.decommit(surplus)

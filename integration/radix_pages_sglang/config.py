@@ -40,8 +40,8 @@ class Settings:
     """What the environment says. `frame_tokens` and `frame_bytes` exclude each other; with neither, a default.
 
     `placement` None stands for SGLang's order in mode observe and for `pack` in the others. The bounds are None
-    where there is none; `max_resident_bytes`, `reserve_frames` and `idle_trim_seconds` belong to modes return and
-    move, `free_frames` and `trim_budget_ms` to move.
+    where there is none; `max_resident_bytes`, `reserve_frames`, `idle_trim_seconds` and `trim_budget_ms` belong to
+    modes return and move, `free_frames` to move.
     """
 
     placement: str | None = None
@@ -70,8 +70,8 @@ class Settings:
                 "RADIX_PAGES_BACKING=none cannot give memory back: set auto, or RADIX_PAGES_MODE=place"
             )
         for names, modes in (
-            ((MAX_RESIDENT_BYTES, RESERVE_FRAMES, IDLE_TRIM_SECONDS), RETURNING),
-            ((FREE_FRAMES, TRIM_BUDGET_MS), ("move",)),
+            ((MAX_RESIDENT_BYTES, RESERVE_FRAMES, IDLE_TRIM_SECONDS, TRIM_BUDGET_MS), RETURNING),
+            ((FREE_FRAMES,), ("move",)),
         ):
             for name in names:
                 if name in environment and mode not in modes:

@@ -35,7 +35,7 @@ from radix_pages_sglang.knobs import (
     Knob,
 )
 from radix_pages_sglang.metrics import MemoryMetrics
-from radix_pages_sglang.moving import PoolMover, Reclaimer, moves_in
+from radix_pages_sglang.moving import PoolMover, Reclaimer, moves_in, returns_in
 from radix_pages_sglang.pool import MmapBacking
 from radix_pages_sglang.resident import ResidentWatch, process_resident_bytes
 
@@ -86,7 +86,7 @@ class MemoryControl:
 
     `mode` may be lowered and raised again up to `highest_mode`, the one the server started in. The ceiling holds in
     modes return and move alone; below them nothing more is given back, and what was returned comes back as it is
-    needed. In mode move a trim goes on in slices, step by step; elsewhere it is done at once.
+    needed. While requests run, pages move and frames go back in slices, one a step; otherwise frames go back at once.
     """
 
     def __init__(self, cache: RadixPagesCache, allocator: FrameAware) -> None:
@@ -95,6 +95,7 @@ class MemoryControl:
         self._allocator = allocator
         self._geometry = allocator.geometry
         self._agree = partial(convert.all_agree, group=cache.tp_group)
+        self._least = partial(convert.least, group=cache.tp_group)
         self.residency: Residency | None = allocator.residency
         self.mode = self.highest_mode = MODES.index(settings.mode)
         self.max_cached_tokens = settings.max_cached_tokens
@@ -103,7 +104,12 @@ class MemoryControl:
         self.free_frames = settings.free_frames
         self._reclaimer = self._make_reclaimer()
         self._is_trimming = False
-        self._is_return_due = False
+        self._left_to_return: int | None = None
+        """So many frames at most are still to go back; None when no return is under way."""
+        self._return_seconds = 0.0
+        self.returns_per_slice = 1
+        self._has_returned = False
+        """Whether the last step gave frames back, so that the next has to look whether the bounds are kept now."""
         self._rest = 0
         self._next_rest = LEAST_REST
         self._fixed_then = 0
@@ -128,6 +134,7 @@ class MemoryControl:
             self.residency.on_commit = self._note_commit
             self._resident = ResidentWatch(self.residency.backing.resident_bytes, _REPORT_SECONDS)
             self._returned_at = np.full(self.residency.ledger.num_frames, -math.inf)
+            self.returns_per_slice = self._least(returns_in(self.residency, settings.trim_budget_ms / 1000))
 
     # ------------------------------------------------------------------------------- between batches
 
@@ -145,13 +152,13 @@ class MemoryControl:
             self.longest_step_cpu_seconds = max(cpu_seconds, self.longest_step_cpu_seconds)
 
     def _keep_memory(self, residency: Residency) -> None:
+        self._has_returned = False
         if self._is_system_asked_later and not self._fixed_pages(residency):
             self._ask_system(residency)
-        if residency.over_ceiling_frames:
-            self._keep_ceiling(residency)
-        has_worked = False
-        if self._moves_pages:
+        has_worked = residency.over_ceiling_frames > 0 and self._keep_ceiling(residency)
+        if self._moves_pages and not has_worked:
             self._keep_free_frames(residency)
+        if not has_worked:
             has_worked = self._work(residency)
         if self._returns and not has_worked:  # the kernel clears a frame: not on top of a slice in one step
             residency.refill_reserve()
@@ -166,36 +173,69 @@ class MemoryControl:
         """
         if self.residency is None or not self._returns:
             return
+        self._is_trimming = True
         if self._reclaimer is not None and self._moves_pages:
             self._reclaimer.aim(CachedPages(self.residency.ledger.num_pages))  # whatever is cached by then stays
-            self._is_trimming, self._is_return_due = True, False
+            self._left_to_return = None
             return
-        self._return_empty(self.residency)
+        self._begin_return(self.residency)
+        self._work(self.residency)
 
-    def _return_empty(self, residency: Residency) -> None:
-        start = time.perf_counter()
-        self._give_back(residency)
-        self._reconcile(residency)
-        seconds = time.perf_counter() - start
+    def _begin_return(self, residency: Residency) -> None:
+        """What is empty now goes back; what comes free meanwhile is the next return's, or this one might not end."""
+        keep = self._kept_committed(residency)
+        kept_empty = residency.reserve_frames if keep is None else 0
+        surplus = residency.committed_frames - (0 if keep is None else keep)
+        self._left_to_return = max(min(residency.num_empty_frames - kept_empty, surplus), 0)
+        self._return_seconds = 0.0
+
+    def _return_slice(self, residency: Residency, left: int) -> None:
+        """Give back as many of `left` frames as the budget allows; with the last, hold the accounts to each other."""
+        start, is_trimming = time.perf_counter(), self._is_trimming
+        returned = self._give_back(residency, self._kept_committed(residency), left)
+        self._left_to_return = left - returned if self._returns and 0 < returned < left else None
+        if self._left_to_return is None:
+            self._is_trimming = False
+            if is_trimming:
+                self._reconcile(residency)
+            else:
+                self._check_ownership(residency)
+        self._return_seconds += time.perf_counter() - start
+        if is_trimming and self._left_to_return is None:
+            self._count_trim(self._return_seconds)
+
+    def _count_trim(self, seconds: float) -> None:
         self.trims += 1
         self.trim_seconds += seconds
         if self._metrics is not None:
             self._metrics.trim_seconds.observe(seconds)
             self.report()
 
-    def _give_back(self, residency: Residency, keep_committed: int | None = None) -> None:
-        """`Residency.trim`; where the system refuses, on any rank, all fall back to observe.
+    def _kept_committed(self, residency: Residency) -> int | None:
+        """Where the return that is under way stops; None for a trim, which leaves the reserve alone."""
+        if self._is_trimming:
+            return None
+        keep = residency.ledger.num_frames - residency.free_frames
+        return keep if residency.max_frames is None else min(keep, residency.max_frames)
 
-        Frames that could not be given back are marked as returned all the same: nobody uses them, only the memory
-        stays.
+    def _give_back(self, residency: Residency, keep_committed: int | None, most: int | None = None) -> int:
+        """`Residency.trim`, within the budget while requests run; how many frames that were.
+
+        Where the system refuses, on any rank, all fall back to observe. Frames that could not be given back are
+        marked as returned all the same: nobody uses them, only the memory stays.
         """
-        returned, refusal = residency.ledger.num_returned_frames, ""
+        if self._fixed_pages(residency):
+            most = min(self.returns_per_slice, residency.ledger.num_frames if most is None else most)
+        before, refusal = residency.ledger.num_returned_frames, ""
         try:
-            residency.trim(keep_committed)
+            residency.trim(keep_committed, most)
         except OSError as error:
             refusal = f"memory could not be given back: {error}"
-        if residency.ledger.num_returned_frames != returned and not self._agree(not refusal):
+        returned = residency.ledger.num_returned_frames - before
+        self._has_returned |= returned > 0
+        if returned and not self._agree(not refusal):
             self._degrade(refusal or "another rank could not give memory back")
+        return returned
 
     def is_idle_trim_due(self, is_idle: bool) -> bool:
         """Whether nothing has run for so long that empty frames go back. Rank 0 asks and tells the others."""
@@ -225,17 +265,21 @@ class MemoryControl:
     @property
     def is_working(self) -> bool:
         """Whether a trim, the free frames or the reserve are being worked on, so that another step is due at once."""
-        if self.residency is not None and self._returns and self.residency.lacking_reserve:
-            return True
-        if self._reclaimer is None or not self._moves_pages:
+        residency = self.residency
+        if residency is None or not self._returns:
             return False
-        is_resting = self._rest > 0 and not self._reclaimer.fell_short
-        return self._is_reclaiming or is_resting
+        if self._is_reclaiming or residency.lacking_reserve:
+            return True
+        if not residency.over_ceiling_frames and self._lacking_free_frames(residency) <= 0:
+            return False
+        if self._reclaimer is None or not self._moves_pages:
+            return self._has_returned
+        return self._has_returned or not (self._reclaimer.fell_short and self._is_resting(residency))
 
     @property
     def _is_reclaiming(self) -> bool:
         """Whether there is a need to meet, or what came free for one has yet to be returned."""
-        return self._is_return_due or (self._reclaimer is not None and self._reclaimer.is_working)
+        return self._left_to_return is not None or (self._reclaimer is not None and self._reclaimer.is_working)
 
     @property
     def _returns(self) -> bool:
@@ -249,7 +293,7 @@ class MemoryControl:
         residency = self.residency
         if MODES[self.highest_mode] != "move" or residency is None:
             return None
-        allocator, group = self._allocator, self._cache.tp_group
+        allocator = self._allocator
         mover = PoolMover(allocator.get_kvcache(), self._geometry)
         seconds = allocator.settings.trim_budget_ms / 1000
         budget = moves_in(mover, int(residency.ledger.sizes[0]), residency.total_bytes, seconds)
@@ -257,8 +301,10 @@ class MemoryControl:
             self._cache,
             mover,
             lambda: allocator.store.placement,
-            convert.least(budget, group),
-            partial(_same_everywhere, group=group) if os.environ.get(CHECK_RANKS) == "1" else _not_compared,
+            self._least(budget),
+            partial(_same_everywhere, group=self._cache.tp_group)
+            if os.environ.get(CHECK_RANKS) == "1"
+            else _not_compared,
         )
 
     def _keep_free_frames(self, residency: Residency) -> None:
@@ -268,46 +314,44 @@ class MemoryControl:
         requests; it comes free when they end. A try that falls short is followed by longer and longer rests, until
         half of the pages that could not go are free to go.
         """
-        target = residency.free_frames
-        if self._rest and 2 * self._fixed_pages(residency) >= self._fixed_then:
+        if self._is_resting(residency):
             self._rest -= 1
             return
         self._rest = 0
-        lacking = target - (residency.ledger.num_frames - residency.committed_frames)
-        if self._reclaimer is None or self._is_reclaiming or lacking <= target // 8:
+        if self._reclaimer is None or self._is_reclaiming or self._lacking_free_frames(residency) <= 0:
             return
-        self._give_back(residency, residency.ledger.num_frames - target)
-        if self._moves_pages and target > residency.ledger.num_returned_frames:
-            self._reclaimer.aim(FreeFrames(target - residency.ledger.num_returned_frames))
+        if residency.num_empty_frames:
+            self._begin_return(residency)
+        else:
+            self._reclaimer.aim(FreeFrames(residency.free_frames - residency.ledger.num_returned_frames))
+
+    def _lacking_free_frames(self, residency: Residency) -> int:
+        """Frames that lack of those kept free for a neighbour, beyond the eighth that may."""
+        target = residency.free_frames
+        return target - residency.ledger.num_returned_frames - target // 8
+
+    def _is_resting(self, residency: Residency) -> bool:
+        """Whether it is too early for another plan: too few pages were released since the last one."""
+        return self._rest > 0 and 2 * self._fixed_pages(residency) >= self._fixed_then
 
     def _work(self, residency: Residency) -> bool:
-        """One slice of what is being worked on; what came free goes back in the step after the last.
+        """One slice of what is being worked on; what came free goes back from the step after the last.
 
         Whether there was anything to do.
         """
-        if self._is_return_due:
-            self._is_return_due = False
-            self._return_freed(residency)
+        if self._left_to_return is not None:
+            self._return_slice(residency, self._left_to_return)
             return True
         if self._reclaimer is None or not self._reclaimer.is_working:
             return False
         if self._reclaimer.step():
-            self._is_return_due = True
+            self._begin_return(residency)
             self._begin_rest(self._reclaimer, residency)
         return True
 
     def _begin_rest(self, reclaimer: Reclaimer, residency: Residency) -> None:
         self._next_rest = min(2 * self._next_rest, MOST_REST) if reclaimer.fell_short else LEAST_REST
         self._rest, self._fixed_then = self._next_rest, self._fixed_pages(residency)
-
-    def _return_freed(self, residency: Residency) -> None:
-        if self._is_trimming:
-            self._is_trimming = False
-            self._return_empty(residency)
-            return
-        keep = residency.ledger.num_frames - residency.free_frames
-        self._give_back(residency, keep if residency.max_frames is None else min(keep, residency.max_frames))
-        self._check_ownership(residency)
 
     def _fixed_pages(self, residency: Residency) -> int:
         """Pages that no plan can evict or move: locked, or of requests and sessions."""
@@ -320,23 +364,26 @@ class MemoryControl:
         if surplus > 0:
             self.capped_tokens += self._cache.evict_surplus(surplus)
 
-    def _keep_ceiling(self, residency: Residency) -> None:
+    def _keep_ceiling(self, residency: Residency) -> bool:
         """The ceiling was lowered: return empty frames, then evict until enough of them are, in the cache's order.
 
-        What requests and sessions hold stays; it is looked at again when something was released or evicted.
+        What requests and sessions hold stays; it is looked at again when something was released or evicted. Whether
+        frames were returned.
         """
-        self._give_back(residency, residency.max_frames)
+        returned = self._give_back(residency, residency.max_frames)
         if self._reclaimer is not None and self._moves_pages and residency.max_frames is not None:
-            if residency.over_ceiling_frames and not self._is_reclaiming and not self._rest:
+            if residency.over_ceiling_frames and not (returned or self._is_reclaiming or self._is_resting(residency)):
                 self._reclaimer.aim(HeldFrames(residency.max_frames))
-            return
-        while (over := residency.over_ceiling_frames) and (cached := self._cache.evictable_size()):
-            frames = self._geometry.slots(over * self._geometry.pages_per_frame)
-            evicted = self._cache.evict_surplus(min(frames, cached))
-            if not evicted:
-                return
-            self.capped_tokens += evicted
-            self._give_back(residency, residency.max_frames)
+        else:
+            while not returned or not self._fixed_pages(residency):
+                over, cached = residency.over_ceiling_frames, self._cache.evictable_size()
+                frames = self._geometry.slots(over * self._geometry.pages_per_frame)
+                evicted = self._cache.evict_surplus(min(frames, cached)) if frames and cached else 0
+                if not evicted:
+                    break
+                self.capped_tokens += evicted
+                returned += self._give_back(residency, residency.max_frames)
+        return returned > 0
 
     def _reconcile(self, residency: Residency) -> None:
         """Hold ledger, placement and the system's count against each other.
@@ -375,9 +422,10 @@ class MemoryControl:
         self.mode = mode
         self._allocator.use_placement(self._allocator.settings.placement_in(MODES[mode]))
         self._set_bounds()
-        if self._reclaimer is not None and not self._moves_pages:
-            self._reclaimer.drop()
-            self._is_trimming = self._is_return_due = False
+        if not self._moves_pages:
+            self._is_trimming, self._left_to_return = False, None
+            if self._reclaimer is not None:
+                self._reclaimer.drop()
 
     def _set_bounds(self) -> None:
         """Tell the residency what holds in this mode."""
@@ -486,6 +534,7 @@ class MemoryControl:
             "regrown_frames": self._regrown_frames,
             "free_frames": residency.free_frames,
         }
+        state["returns_per_slice"] = self.returns_per_slice
         if self._reclaimer is not None:
             state |= asdict(self._reclaimer.counts)
             state["moves_per_slice"] = self._reclaimer.moves_per_slice

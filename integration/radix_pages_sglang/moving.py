@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import move_kv_cache_native
 
+from radix_pages.backing import CommitError
 from radix_pages.frame_planner import FrameNeed, FramePlan, plan_frames
 from radix_pages.reclaim import Moves, relocated
 from radix_pages_sglang import convert
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from radix_pages.ledger import Pages
     from radix_pages.node import Node
     from radix_pages.placement import Placement
+    from radix_pages.residency import Residency
     from radix_pages.units import Geometry
     from radix_pages_sglang.cache import RadixPagesCache
 
@@ -184,3 +186,24 @@ def moves_in(mover: PoolMover, num_pages: int, pool_bytes: int, seconds: float) 
         mover.copy(sources, targets)
         times.append(time.perf_counter() - start)
     return max(int(seconds * count / min(times[1:])), 1)
+
+
+def returns_in(residency: Residency, seconds: float) -> int:
+    """How many frames can be given back in that time, at least one.
+
+    Tried on a frame that nobody has used, if there is one and it can be had; the slowest try counts, since a busy
+    system is no faster.
+    """
+    unused = np.flatnonzero(residency.ledger.is_returned)[:1]
+    if not len(unused):
+        return 1
+    times = []
+    for _ in range(3):
+        try:
+            residency.backing.commit(unused)
+        except CommitError:
+            return 1
+        start = time.perf_counter()
+        residency.backing.decommit(unused)
+        times.append(time.perf_counter() - start)
+    return max(int(seconds / max(times)), 1)

@@ -309,6 +309,7 @@ def returning(
     pool_tokens: int,
     mode: str = "return",
     layers: int = 1,
+    returns_per_slice: int | None = 1000,
     **settings,
 ) -> Cache:
     """A cache of ours in mode return or move whose memory is all returned but for frame 0 and the reserve.
@@ -333,7 +334,10 @@ def returning(
     # Keys and values of a frame then fill an operating-system page each, at least.
     head_dim = 1 if pretended else 512 // (page_size * frame_pages)
     shape = {"page_size": page_size, "pool_tokens": pool_tokens, "head_dim": head_dim, "layers": layers}
-    return build(OURS, **shape, rows=rows, exchange=exchange)
+    cache = build(OURS, **shape, rows=rows, exchange=exchange)
+    if returns_per_slice is not None:  # what is measured differs from machine to machine
+        cache.tree.control.returns_per_slice = returns_per_slice
+    return cache
 
 
 class Request:

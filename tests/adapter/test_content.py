@@ -59,10 +59,10 @@ class Served:
     """Requests that a pool in mode move serves, and what each slot must hold.
 
     `waiting` have matched, not locked; `readers` are locks with the slots that were read off their paths and the
-    marks these must keep.
+    marks these must keep. `per_slice` pages move, or frames go back, in one step.
     """
 
-    def __init__(self, page_size: int, placement: str | None, moves_per_slice: int) -> None:
+    def __init__(self, page_size: int, placement: str | None, per_slice: int) -> None:
         self.page_size = page_size
         frame_pages, self.num_pages = SHAPES[page_size]
         self.cache = caches.returning(
@@ -76,7 +76,7 @@ class Served:
         )
         self.control = self.cache.tree.control
         self.residency = self.cache.allocator.residency
-        self.control._reclaimer.moves_per_slice = moves_per_slice
+        self.control._reclaimer.moves_per_slice = self.control.returns_per_slice = per_slice
         self.live: list[Request] = []
         self.waiting: list[Request] = []
         self.readers: list[tuple[object, torch.Tensor, list[int]]] = []
@@ -386,9 +386,9 @@ class Content(RuleBasedStateMachine):
     page_size = 4
     totals: Counter
 
-    @initialize(placement=st.sampled_from([None, "stock"]), moves_per_slice=st.integers(1, 3), seed=SEEDS)
-    def start(self, placement, moves_per_slice, seed) -> None:
-        self.served = Served(self.page_size, placement, moves_per_slice)
+    @initialize(placement=st.sampled_from([None, "stock"]), per_slice=st.integers(1, 3), seed=SEEDS)
+    def start(self, placement, per_slice, seed) -> None:
+        self.served = Served(self.page_size, placement, per_slice)
         self.scatter(seed)
         self.trim()
 
@@ -513,10 +513,10 @@ def test_every_match_returns_the_content_of_exactly_that_prefix(page_size):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "placement", "moves_per_slice"), [(1, "stock", 1), (4, None, 2), (4, "stock", 3), (16, "stock", 1)]
+    ("page_size", "placement", "per_slice"), [(1, "stock", 1), (4, None, 2), (4, "stock", 3), (16, "stock", 1)]
 )
-def test_content_is_true_in_a_long_stream_whose_plans_are_overtaken(page_size, placement, moves_per_slice):
-    served = Served(page_size, placement, moves_per_slice)
+def test_content_is_true_in_a_long_stream_whose_plans_are_overtaken(page_size, placement, per_slice):
+    served = Served(page_size, placement, per_slice)
     numbers = random.Random(page_size)
     for _ in range(1500):
         served.act(numbers)
@@ -528,5 +528,5 @@ def test_content_is_true_in_a_long_stream_whose_plans_are_overtaken(page_size, p
         served.stop_reading(0)
     served.assert_sound()
     served.assert_resident()
-    assert served.counts.moved_pages > 30
+    assert served.counts.moved_pages >= 20
     assert served.counts.void_plans > 0

@@ -87,6 +87,9 @@ def test_every_setting_of_any_mode_is_read(name, text, field, value):
         (IDLE, "0", "idle_trim_seconds", 0.0),
         (IDLE, "2.5", "idle_trim_seconds", 2.5),
         (IDLE, "86400", "idle_trim_seconds", 86400.0),
+        (BUDGET, "0.1", "trim_budget_ms", 0.1),
+        (BUDGET, "2.5", "trim_budget_ms", 2.5),
+        (BUDGET, "1000", "trim_budget_ms", 1000.0),
     ],
 )
 def test_every_setting_of_mode_return_is_read(name, text, field, value):
@@ -99,9 +102,6 @@ def test_every_setting_of_mode_return_is_read(name, text, field, value):
     [
         (FREE, "0", "free_frames", 0),
         (FREE, "12", "free_frames", 12),
-        (BUDGET, "0.1", "trim_budget_ms", 0.1),
-        (BUDGET, "2.5", "trim_budget_ms", 2.5),
-        (BUDGET, "1000", "trim_budget_ms", 1000.0),
     ],
 )
 def test_every_setting_of_mode_move_is_read(name, text, field, value):
@@ -139,7 +139,7 @@ def test_anything_else_is_refused_with_the_name_and_what_it_takes(name, texts, t
 
 
 @pytest.mark.parametrize("mode", ["observe", "place", None])
-@pytest.mark.parametrize(("name", "text"), [(CEILING, "24GiB"), (RESERVE, "0"), (IDLE, "30")])
+@pytest.mark.parametrize(("name", "text"), [(CEILING, "24GiB"), (RESERVE, "0"), (IDLE, "30"), (BUDGET, "5")])
 def test_bounds_on_memory_need_the_mode_that_returns_it(name, text, mode):
     environment = {name: text} if mode is None else {name: text, MODE: mode}
     with pytest.raises(SettingError) as refused:
@@ -149,12 +149,11 @@ def test_bounds_on_memory_need_the_mode_that_returns_it(name, text, mode):
 
 
 @pytest.mark.parametrize("mode", ["observe", "place", "return", None])
-@pytest.mark.parametrize(("name", "text"), [(FREE, "0"), (BUDGET, "5")])
-def test_settings_of_moves_need_the_mode_that_moves(name, text, mode):
-    environment = {name: text} if mode is None else {name: text, MODE: mode}
+def test_frames_kept_free_need_the_mode_that_moves(mode):
+    environment = {FREE: "0"} if mode is None else {FREE: "0", MODE: mode}
     with pytest.raises(SettingError) as refused:
         read(**environment)
-    assert str(refused.value) == f"{name}={text} needs RADIX_PAGES_MODE=move, the mode is {mode or 'observe'}"
+    assert str(refused.value) == f"{FREE}=0 needs RADIX_PAGES_MODE=move, the mode is {mode or 'observe'}"
 
 
 @pytest.mark.parametrize("mode", ["observe", "place", "return", "move"])

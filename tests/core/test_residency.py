@@ -263,6 +263,28 @@ def test_a_trim_to_a_number_of_frames_stops_there_and_takes_the_reserve_if_need_
     assert whole(r)
 
 
+@pytest.mark.parametrize(
+    ("keep", "after"),
+    [(None, "#... .... .... ---- ----"), (4, "#... .... .... .... ----"), (0, "#... .... .... ---- ----")],
+)
+def test_a_trim_of_at_most_two_frames_takes_the_highest_and_the_next_goes_on(keep, after):
+    r = drawn("#... .... .... .... ....", reserve_frames=1)
+    r.trim(keep, most=2)
+    assert drawing(r) == after
+    while r.trim(keep, most=2):
+        pass
+    all_at_once = drawn("#... .... .... .... ....", reserve_frames=1)
+    all_at_once.trim(keep)
+    assert drawing(r) == drawing(all_at_once)
+    assert whole(r)
+
+
+def test_a_trim_of_at_most_no_frame_does_nothing():
+    r = drawn("#... .... ....")
+    assert r.trim(most=0) == 0
+    assert calls(r) == []
+
+
 def test_counts_are_frames_and_bytes():
     """A frame takes 8 KiB in two buffers, the last one has two pages of four."""
     r = drawn("#### .... .... ..")
@@ -314,6 +336,17 @@ def test_the_reserve_never_breaks_the_ceiling():
     r.max_frames = 1
     r.refill_reserve()
     assert len(calls(r)) == 2
+
+
+def test_the_reserve_takes_nothing_of_what_is_kept_free_for_a_neighbour():
+    r = drawn("#### ---- ---- ---- ----", reserve_frames=2)
+    r.free_frames = 3
+    assert r.lacking_reserve == 1
+    r.refill_reserve()
+    r.refill_reserve()
+    assert drawing(r) == "#### .... ---- ---- ----"
+    r.free_frames = 4
+    assert r.lacking_reserve == 0
 
 
 def test_while_commits_fail_the_reserve_waits():

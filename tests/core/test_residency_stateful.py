@@ -226,23 +226,25 @@ class MemoryAgainstASet(RuleBasedStateMachine):
     @rule()
     def refill_reserve(self) -> None:
         lacking = min(self.residency.reserve_frames - len(self.empty_with_memory()), self.room_under_ceiling())
-        frames = sorted(self.returned)[: max(lacking, 0)]
+        spare = max(len(self.returned) - self.residency.free_frames, 0)
+        frames = sorted(self.returned)[:spare][: max(lacking, 0)]
         assert self.residency.lacking_reserve == (0 if self.in_a_row else len(frames))
         if not self.in_a_row:
             self.expect_commit(frames[:1])
         self.residency.refill_reserve()
 
-    @rule(keep=st.none() | st.integers(0, 7))
-    def trim(self, keep: int | None) -> None:
+    @rule(keep=st.none() | st.integers(0, 7), most=st.none() | st.integers(0, 3))
+    def trim(self, keep: int | None, most: int | None) -> None:
         empty = self.empty_with_memory()
         if keep is None:
             gone = empty[self.residency.reserve_frames :]
         else:
             surplus = max(self.num_committed - keep, 0)
             gone = sorted(empty, reverse=True)[:surplus]
+        gone = sorted(gone, reverse=True)[:most]
         self.returned |= set(gone)
         self.went += len(gone)
-        assert self.residency.trim(keep) == len(gone)
+        assert self.residency.trim(keep, most) == len(gone)
 
     @rule(max_frames=st.none() | st.integers(2, 8))
     def set_ceiling(self, max_frames: int | None) -> None:
@@ -251,6 +253,10 @@ class MemoryAgainstASet(RuleBasedStateMachine):
     @rule(reserve=st.integers(0, 3))
     def set_reserve(self, reserve: int) -> None:
         self.residency.reserve_frames = min(reserve, self.num_frames - 1)
+
+    @rule(free=st.integers(0, 3))
+    def set_free_frames(self, free: int) -> None:
+        self.residency.free_frames = free
 
     # -- what others do --
 
