@@ -8,8 +8,9 @@ resident.py compares processes.
 In either mode the cache is cut every second to as many tokens, so that both compute as many prompts anew. The same
 requests in both, 8 at a time, streamed. Reported: the ratio of the 99th percentiles (and of the medians) of the gaps
 between tokens, over all bursts of a side, with the 95% interval that resampling the pairs gives; and the longest that
-one step between two batches took, while requests ran: by the clock, and in the processor time of the scheduler's
-thread, for the load shares its two cores.
+one step of trims (a plan, a slice of moves or of returns) between two batches took, while requests ran: by the clock,
+and in the processor time of the scheduler's thread, for the load shares its two cores. A frame that the reserve
+commits ahead is a step of its own, as long as the kernel takes to clear a whole frame; the longest is reported apart.
 
 Writes scripts/results/served_trims.txt, .json (under_load.py --served takes it) and .png; --json prints the object.
 """
@@ -168,12 +169,18 @@ def main() -> None:
         numbers[f"{name}_itl_ratio_interval"] = [round(low, 4), round(high, 4)]
     numbers["longest_stall_ms"] = round(1000 * memory["longest_step_seconds"], 3)
     numbers["longest_stall_cpu_ms"] = round(1000 * memory["longest_step_cpu_seconds"], 3)
+    numbers["longest_commit_ms"] = round(1000 * memory["longest_commit_seconds"], 3)
     lines.append(
         f"{memory['trims']} trims, {memory['plans']} plans ({memory['void_plans']} void), {memory['moved_pages']} "
-        f"pages moved, {memory['moves_per_slice']} at most a slice; longest step {numbers['longest_stall_ms']} ms "
-        f"by the clock, {numbers['longest_stall_cpu_ms']} ms in processor time"
+        f"pages moved; a slice is {memory['moves_per_slice']} moves or {memory['returns_per_slice']} returned frames; "
+        f"longest step of a trim {numbers['longest_stall_ms']} ms by the clock, "
+        f"{numbers['longest_stall_cpu_ms']} ms in processor time; "
+        f"longest commit of a frame ahead {numbers['longest_commit_ms']} ms"
     )
-    numbers |= {name: memory[name] for name in ("plans", "void_plans", "moved_pages", "moves_per_slice", "trims")}
+    numbers |= {
+        name: memory[name]
+        for name in ("plans", "void_plans", "moved_pages", "moves_per_slice", "returns_per_slice", "trims")
+    }
     draw(found)
     print("\n".join(lines))
     (RESULTS / "served_trims.txt").write_text("\n".join(lines) + "\n")

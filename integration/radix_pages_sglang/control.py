@@ -120,6 +120,8 @@ class MemoryControl:
         """The longest that a plan, a slice of moves or a return kept the requests of a busy server waiting."""
         self.longest_step_cpu_seconds = 0.0
         """The most processor time of one such step: what is longer by the clock was spent waiting for a core."""
+        self.longest_commit_seconds = 0.0
+        """The longest that a frame committed ahead for the reserve kept them waiting: the kernel clears it whole."""
         self.capped_tokens = 0
         self._regrown_frames = 0
         self._idle_since: float | None = None
@@ -143,13 +145,25 @@ class MemoryControl:
         self._keep_cap()
         if self.residency is None:
             return
+        commits = self._commits_tried(self.residency)
         start, start_cpu = time.perf_counter(), time.thread_time()
         self._keep_memory(self.residency)
         seconds, cpu_seconds = time.perf_counter() - start, time.thread_time() - start_cpu
-        is_longest = seconds > self.longest_step_seconds or cpu_seconds > self.longest_step_cpu_seconds
-        if is_longest and self._fixed_pages(self.residency):
+        if seconds <= self._shortest_record or not self._fixed_pages(self.residency):
+            return
+        if self._commits_tried(self.residency) > commits:
+            self.longest_commit_seconds = max(seconds, self.longest_commit_seconds)
+        else:
             self.longest_step_seconds = max(seconds, self.longest_step_seconds)
             self.longest_step_cpu_seconds = max(cpu_seconds, self.longest_step_cpu_seconds)
+
+    @property
+    def _shortest_record(self) -> float:
+        return min(self.longest_commit_seconds, self.longest_step_seconds, self.longest_step_cpu_seconds)
+
+    @staticmethod
+    def _commits_tried(residency: Residency) -> int:
+        return residency.counts.committed_again_total + residency.counts.commit_failures
 
     def _keep_memory(self, residency: Residency) -> None:
         self._has_returned = False
@@ -531,6 +545,7 @@ class MemoryControl:
             "trim_seconds": self.trim_seconds,
             "longest_step_seconds": self.longest_step_seconds,
             "longest_step_cpu_seconds": self.longest_step_cpu_seconds,
+            "longest_commit_seconds": self.longest_commit_seconds,
             "regrown_frames": self._regrown_frames,
             "free_frames": residency.free_frames,
         }

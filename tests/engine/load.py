@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from radix_pages_sglang.local_server import Server, reply
@@ -27,3 +30,37 @@ def chat_load(server: Server, talks: int, concurrency: int = 16, turns: int = 4,
     """`talks` conversations, `concurrency` at a time; the replies of each. An HTTP error raises."""
     with ThreadPoolExecutor(concurrency) as pool:
         return list(pool.map(lambda seed: talk(server, seed, turns, max_tokens), range(talks)))
+
+
+def wait_until(holds: Callable[[], object], seconds: float = 20.0) -> None:
+    """Look again and again until `holds` is true; an AssertionError when it never is."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        time.sleep(0.2)
+
+
+def chat_loads(server: Server, talks: int, until: Callable[[], bool], seconds: float = 120.0) -> list[Any]:
+    """`chat_load` again and again until something holds: how long one takes hangs on the machine.
+
+    The replies of all; an AssertionError when it never comes to hold.
+    """
+    deadline = time.monotonic() + seconds
+    replies = chat_load(server, talks)
+    while not until():
+        assert time.monotonic() < deadline, "it never came to hold under the load"
+        replies += chat_load(server, talks)
+    return replies
+
+
+@contextmanager
+def chatting(server: Server, talks: int) -> Iterator[None]:
+    """`chat_load` again and again while the block runs, at least once; ended when it is left."""
+    is_over: list[bool] = []
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(chat_loads, server, talks, lambda: bool(is_over))
+        try:
+            yield
+        finally:
+            is_over.append(True)
+        assert {len(turns) for turns in load.result()} == {4}

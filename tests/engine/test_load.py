@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from urllib.error import HTTPError
@@ -15,7 +14,7 @@ from radix_pages_sglang import cli
 from radix_pages_sglang.counts import STATE_KEY
 from radix_pages_sglang.cpu_engine.checkpoints import tiny_llama
 from radix_pages_sglang.local_server import Server, serving
-from tests.engine.load import chat_load, talk
+from tests.engine.load import chat_load, chatting, talk, wait_until
 from tests.engine.test_control import refused, said
 
 pytestmark = pytest.mark.engine
@@ -82,14 +81,8 @@ def test_the_same_conversation_gets_the_same_answers_again_from_the_cache(server
 
 
 def test_a_flush_while_busy_is_refused_and_harms_nothing(server):
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(chat_load, server, 16)
-        refused = 0
-        while not running.done():
-            refused += flush_is_refused(server)
-            time.sleep(0.2)
-        running.result()
-    assert refused > 0
+    with chatting(server, 16):
+        wait_until(lambda: flush_is_refused(server))
     assert complaints(server) == []
 
 
@@ -104,7 +97,7 @@ def test_an_idle_flush_empties_the_cache(server):
 def test_aborting_everything_while_running_leaves_no_page_behind(server):
     with ThreadPoolExecutor(17) as pool:
         running = [pool.submit(server.generate, f"count {i} " * 40, 400, ignore_eos=True) for i in range(16)]
-        time.sleep(2)
+        wait_until(lambda: state(server)["running_requests"] > 4)
         server.request("/abort_request", {"abort_all": True})
         reasons = [job.result()["meta_info"]["finish_reason"]["type"] for job in running]
     assert "abort" in reasons

@@ -14,10 +14,10 @@ from radix_pages_sglang.cpu_engine.checkpoints import smollm2_checkpoint, tiny_l
 from radix_pages_sglang.knobs import FREE_FRAMES, MAX_CACHED_TOKENS, NO_BOUND, TRIM
 from radix_pages_sglang.local_server import Server, repeating, reply, serving
 from radix_pages_sglang.resident import process_resident_bytes
-from tests.engine.load import chat_load
+from tests.engine.load import chat_load, chat_loads, wait_until
 from tests.engine.test_absent import plugin
 from tests.engine.test_frames import SLOT_BYTES, STRICT, arguments, complaints, state
-from tests.engine.test_return import resident, set_knob, wait_until
+from tests.engine.test_return import resident, set_knob
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -61,12 +61,14 @@ def moving() -> Iterator[Server]:
 def test_checks_stay_silent_with_trims_and_moves_every_second_under_load(moving):
     chat_load(moving, talks=8)
     trims, moved = trims_and_moves(moving)
+
+    def is_enough() -> bool:
+        now = trims_and_moves(moving)
+        return now[0] > trims + 3 and now[1] > moved
+
     with trimming_every_second(moving):
-        for _ in range(3):
-            assert [len(turns) for turns in chat_load(moving, talks=24)] == [4] * 24
-    now = trims_and_moves(moving)
-    assert now[0] > trims + 3
-    assert now[1] > moved
+        replies = chat_loads(moving, 24, until=is_enough)
+    assert {len(turns) for turns in replies} == {4}
     assert complaints(moving) == []
 
 
@@ -179,10 +181,9 @@ def test_two_ranks_stay_alike_and_a_difference_between_their_plans_stops_them(tm
     size = ("--max-total-tokens", "65536", "--tp", "2", "--sleep-on-idle")
     with serving(tiny_llama(), *arguments(16), *size, env=environment) as server:
         told.write_text("fail")
-        with trimming_every_second(server):
-            chat_load(server, talks=16)
+        with trimming_every_second(server):  # rank 0's account of what failed on rank 1
+            chat_loads(server, 16, until=lambda: state(server)["memory"]["commit_failures"] > 0)
         told.write_text("")
-        assert state(server)["memory"]["commit_failures"] > 0  # rank 0's account of what failed on rank 1
         set_knob(server, MAX_CACHED_TOKENS, NO_BOUND)
         set_knob(server, FREE_FRAMES, 0)
         for first in range(24):

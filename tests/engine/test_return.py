@@ -18,7 +18,7 @@ from radix_pages_sglang.cpu_engine.checkpoints import tiny_llama
 from radix_pages_sglang.knobs import MAX_CACHED_TOKENS, MAX_RESIDENT_BYTES, MODE, NO_BOUND, TRIM
 from radix_pages_sglang.local_server import Server, repeating, serving
 from radix_pages_sglang.resident import resident_bytes
-from tests.engine.load import chat_load, talk
+from tests.engine.load import chat_load, chat_loads, talk, wait_until
 from tests.engine.test_absent import plugin
 from tests.engine.test_frames import POOL_TOKENS, SLOT_BYTES, STRICT, arguments, complaints, state
 
@@ -61,15 +61,15 @@ def bounded() -> Iterator[Server]:
 
 
 def test_under_a_ceiling_no_request_fails_and_the_system_never_counts_more(bounded):
+    def is_enough() -> bool:
+        return len(samples) > 20 and state(bounded)["memory"]["ceiling_refusals"] > 0
+
     with sampled(bounded) as samples:
-        replies = chat_load(bounded, talks=32)
-    assert [len(turns) for turns in replies] == [4] * 32
-    assert len(samples) > 20
+        replies = chat_loads(bounded, 32, until=is_enough)
+    assert {len(turns) for turns in replies} == {4}
     assert max(samples) <= QUARTER
     assert max(samples) > QUARTER // 2  # the load did want it
-    now = state(bounded)
-    assert now["memory"]["ceiling_refusals"] > 0
-    assert now["evictions"] > 50
+    assert state(bounded)["evictions"] > 50
     assert complaints(bounded) == []
 
 
@@ -112,7 +112,7 @@ def test_requests_that_a_lowered_ceiling_leaves_no_room_for_end_with_an_error_an
 
     with ThreadPoolExecutor(6) as pool:
         running = [pool.submit(outcome, first) for first in range(6)]
-        time.sleep(0.3)
+        wait_until(lambda: state(bounded)["running_requests"])
         set_knob(bounded, MAX_RESIDENT_BYTES, QUARTER)
         codes = [future.result(timeout=60) for future in running]
     assert set(codes) - {200} <= {400, 500, 503}
@@ -170,15 +170,9 @@ def test_failing_commits_slow_requests_down_and_do_nothing_else(tmp_path):
         shake()
         with repeating(shake, every_seconds=1.0):
             said = [talk(server, seed, turns=3, max_tokens=8) for seed in range(8)]
-            together = chat_load(server, talks=16)
-            # How many commits a load asks for hangs on how fast the machine is: until enough of them have failed.
-            for _ in range(10):
-                if len(failed.read_text()) > 10:
-                    break
-                together += chat_load(server, talks=16)
+            together = chat_loads(server, 16, until=lambda: len(failed.read_text()) > 10)
         share.write_text("0")
         failures = len(failed.read_text())
-        assert failures > 10
         assert said == answers
         assert {len(turns) for turns in together} == {4}
         assert state(server)["memory"]["commit_failures"] == failures
@@ -196,13 +190,6 @@ def idle_trimming() -> Iterator[Server]:
     environment = {**RETURN, "RADIX_PAGES_IDLE_TRIM_SECONDS": "1"}
     with serving(tiny_llama(), *arguments(16), "--sleep-on-idle", env=environment) as server:
         yield server
-
-
-def wait_until(holds, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it never came to hold"
-        time.sleep(0.2)
 
 
 def test_an_idle_server_gives_back_what_is_empty_and_keeps_what_is_cached(idle_trimming):

@@ -182,7 +182,7 @@ class TestAbortAll(AbortAllMixin, Kit):
 
 class TestPauseAndResume(PauseResumeInPlaceMixin, Kit):
     pause_num_requests = 16
-    pause_max_new_tokens = 200
+    pause_max_new_tokens = 400
     pause_duration = 2
     pause_ignore_eos = True
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from playwright.sync_api import Page, expect
@@ -12,7 +11,7 @@ from playwright.sync_api import Page, expect
 from radix_pages_sglang.cpu_engine.checkpoints import tiny_llama
 from radix_pages_sglang.knobs import MAX_CACHED_TOKENS, NO_BOUND, TRIM
 from radix_pages_sglang.local_server import Server, serving
-from tests.engine.load import chat_load
+from tests.engine.load import chatting, wait_until
 from tests.engine.test_frames import STRICT, arguments, complaints, state
 from tests.engine.test_return import set_knob
 from tests.watch.browser import chromium
@@ -72,10 +71,8 @@ def test_the_map_fills_with_a_chat_load_and_a_trim_empties_it(server, page):
     emptied(server)
     expect(page.locator(".grid .returned")).to_have_count(FRAMES - 1, timeout=SOON)
     assert page.locator(".grid i").count() == FRAMES
-    with ThreadPoolExecutor(1) as pool:
-        load = pool.submit(chat_load, server, talks=32)
+    with chatting(server, 32):
         expect(page.locator(".grid .requests").first).to_be_visible(timeout=SOON)
-        assert [len(turns) for turns in load.result()] == [4] * 32
     expect(page.locator(".grid .requests")).to_have_count(0, timeout=SOON)
     cached = state(server)["held_frames"]
     assert cached > FRAMES // 2
@@ -91,18 +88,21 @@ def test_the_map_fills_with_a_chat_load_and_a_trim_empties_it(server, page):
 def test_what_no_running_request_uses_is_just_what_can_be_evicted(server):
     """Rows tell who uses which pages, and the tree counts what is locked; under load the two agree at every look."""
 
-    def looked_at(load: Future) -> Iterator[dict]:
-        while not load.done():
-            yield state(server)
+    looks: list[dict] = []
 
-    with ThreadPoolExecutor(1) as pool:
-        looks = list(looked_at(pool.submit(chat_load, server, talks=24)))
+    def is_busy() -> bool:
+        """Requests that run have been seen, more than a few at once."""
+        looks.append(state(server))
+        return looks[-1]["running_requests"] > 4 and sum(unpacked(looks[-1]["frame_holders"]["requests"])) > 50
+
+    with chatting(server, 24):
+        wait_until(is_busy)
+        for _ in range(10):
+            looks.append(state(server))
     for look in [*looks, state(server)]:
         requests, cache = (sum(unpacked(look["frame_holders"][name])) for name in ("requests", "cache"))
         assert requests + cache == look["held_pages"]
         assert cache * 16 == look["cached_tokens"]
-    assert max(look["running_requests"] for look in looks) > 4
-    assert max(sum(unpacked(look["frame_holders"]["requests"])) for look in looks) > 50
 
 
 def test_hits_are_counted_as_sglang_counts_them(server):
