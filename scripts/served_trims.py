@@ -172,7 +172,7 @@ def main() -> None:
     numbers["longest_commit_ms"] = round(1000 * memory["longest_commit_seconds"], 3)
     lines.append(
         f"{memory['trims']} trims, {memory['plans']} plans ({memory['void_plans']} void), {memory['moved_pages']} "
-        f"pages moved; a slice is {memory['moves_per_slice']} moves or {memory['returns_per_slice']} returned frames; "
+        f"pages moved; a slice is {memory['moves_per_slice']} moves or {memory['returns_per_slice']} returns; "
         f"longest step of a trim {numbers['longest_stall_ms']} ms by the clock, "
         f"{numbers['longest_stall_cpu_ms']} ms in processor time; "
         f"longest commit of a frame ahead {numbers['longest_commit_ms']} ms"
