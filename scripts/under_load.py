@@ -6,9 +6,9 @@ each load: how many requests start in each step. Every side serves that record w
 placement, planner, moves and residency; only KV and its memory are imaginary. Running requests hold about 20% and 60%
 of the pool, and on every side at most 819 pages (20%) are cached and not in use. From a third of the requests on,
 the sides that trim are to keep so many frames free and returned that `ideal` + 1 frames are left (the standing
-target, RADIX_PAGES_FREE_FRAMES). They do as the adapter: they act when more than an eighth of the target lacks, give
-back what is empty, plan if that does not do, and rest for 8 to 64 steps afterwards, longer and longer while they fall
-short. While the target stands, an allocation evicts before it takes a frame from the neighbour.
+target, RADIX_PAGES_FREE_FRAMES). They do as the adapter: they are asked when more than an eighth of the target lacks,
+and rest for 8 to 64 steps afterwards, longer and longer while they fall short. While the target stands, an
+allocation evicts before it takes a frame from the neighbour.
 
 Sides (placement; what it does when asked):
   nothing      stock; nothing is returned
@@ -220,7 +220,7 @@ class Trimmer:
             self.rest -= 1
         elif self.lacking > self.slack:
             self.give_back()
-            if self.lacking > self.slack:
+            if self.lacking > 0:
                 self.free()
                 self.end()
 
@@ -263,9 +263,10 @@ class Moving(Trimmer):
 
     def find_need(self) -> FrameNeed | None:
         """What to plan for now, if anything."""
-        if self.lacking <= self.slack or self.give_back():  # what was empty may do
+        if self.lacking <= self.slack:
             return None
-        return FreeFrames(self.lacking)
+        self.give_back()
+        return FreeFrames(self.lacking) if self.lacking > 0 else None
 
     def step(self) -> None:
         if self.rest:

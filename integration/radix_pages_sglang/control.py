@@ -110,6 +110,8 @@ class MemoryControl:
         self.returns_per_slice = 1
         self._has_returned = False
         """Whether the last step gave frames back, so that the next has to look whether the bounds are kept now."""
+        self._is_catching_up = False
+        """Whether frames for a neighbour are being given back, and planned for if what is empty does not do."""
         self._rest = 0
         self._next_rest = LEAST_REST
         self._fixed_then = 0
@@ -284,7 +286,7 @@ class MemoryControl:
             return False
         if self._is_reclaiming or residency.lacking_reserve:
             return True
-        if not residency.over_ceiling_frames and self._lacking_free_frames(residency) <= 0:
+        if not residency.over_ceiling_frames and not self._lacks_free_frames(residency):
             return False
         if self._reclaimer is None or not self._moves_pages:
             return self._has_returned
@@ -332,17 +334,21 @@ class MemoryControl:
             self._rest -= 1
             return
         self._rest = 0
-        if self._reclaimer is None or self._is_reclaiming or self._lacking_free_frames(residency) <= 0:
+        if self._reclaimer is None or self._is_reclaiming:
+            return
+        self._is_catching_up = self._lacks_free_frames(residency)
+        if not self._is_catching_up:
             return
         if residency.num_empty_frames:
             self._begin_return(residency)
         else:
+            self._is_catching_up = False
             self._reclaimer.aim(FreeFrames(residency.free_frames - residency.ledger.num_returned_frames))
 
-    def _lacking_free_frames(self, residency: Residency) -> int:
-        """Frames that lack of those kept free for a neighbour, beyond the eighth that may."""
-        target = residency.free_frames
-        return target - residency.ledger.num_returned_frames - target // 8
+    def _lacks_free_frames(self, residency: Residency) -> bool:
+        """Whether more of those kept free for a neighbour lack than may: an eighth, or none once it was more."""
+        lacking = residency.free_frames - residency.ledger.num_returned_frames
+        return lacking > (0 if self._is_catching_up else residency.free_frames // 8)
 
     def _is_resting(self, residency: Residency) -> bool:
         """Whether it is too early for another plan: too few pages were released since the last one."""
