@@ -181,8 +181,8 @@ class Residency:
         """Where ledger and placement contradict each other about frames: then nobody knows who owns a page."""
         ledger = self.ledger
         found = []
-        occupancy = np.zeros_like(ledger.occupancy)
-        np.add.at(occupancy, ledger.geometry.frame_of(np.flatnonzero(ledger.is_held)), 1)
+        frames = ledger.geometry.frame_of(np.flatnonzero(ledger.is_held))
+        occupancy = np.bincount(frames, minlength=ledger.num_frames)
         if wrong := np.flatnonzero(occupancy != ledger.occupancy).tolist():
             found.append(f"frames {wrong[:8]} hold other numbers of pages than the ledger counts")
         if held := np.flatnonzero((occupancy > 0) & ledger.is_returned).tolist():

@@ -184,7 +184,8 @@ class MemoryControl:
     def trim(self) -> None:
         """Give back every empty frame but the reserve, then hold the accounts against each other.
 
-        In mode move pages are first packed into as few frames as can hold them, from the next step on. Raises
+        In mode move pages are first packed into as few frames as can hold them. While requests run, and in mode move,
+        that begins with the next step; a trim that is under way begins anew. Raises
         OwnershipError when nobody can say any more who owns a page.
         """
         if self.residency is None or not self._returns:
@@ -195,7 +196,8 @@ class MemoryControl:
             self._left_to_return = None
             return
         self._begin_return(self.residency)
-        self._work(self.residency)
+        if not self._fixed_pages(self.residency):
+            self._work(self.residency)
 
     def _begin_return(self, residency: Residency) -> None:
         """What is empty now goes back; what comes free meanwhile is the next return's, or this one might not end."""
@@ -336,12 +338,12 @@ class MemoryControl:
         self._rest = 0
         if self._reclaimer is None or self._is_reclaiming:
             return
-        self._is_catching_up = self._lacks_free_frames(residency)
+        has_returned, self._is_catching_up = self._is_catching_up, self._lacks_free_frames(residency)
         if not self._is_catching_up:
             return
-        if residency.num_empty_frames:
+        if residency.num_empty_frames and not has_returned:
             self._begin_return(residency)
-        else:
+        else:  # what has come free since then is the plan's, or frames that come and go would keep it from being made
             self._is_catching_up = False
             self._reclaimer.aim(FreeFrames(residency.free_frames - residency.ledger.num_returned_frames))
 
@@ -507,7 +509,8 @@ class MemoryControl:
         elif name == IDLE_TRIM_SECONDS:
             self.idle_trim_seconds = float(value)
             self._is_idle_trimmed = False
-        self.step()
+        if name != TRIM:  # its step might end an earlier trim, and that be taken for this one
+            self.step()
         if name in (TRIM, MAX_CACHED_TOKENS, MAX_RESIDENT_BYTES):
             self.trim()
         logger.info("radix_pages: %s set to %s", name, value)

@@ -22,7 +22,7 @@ from radix_pages_sglang.sizes import ACCEPTED, format_size, parse_size
 DEFAULT_URL = "http://127.0.0.1:30000"
 
 TRIM_SECONDS = 10.0
-"""How long `trim` waits for the server to do it, which is when no step is running."""
+"""How long `trim` waits for the server to move or return something more; under load it does so slice by slice."""
 
 MINUS_IS_A_VALUE = {"ignore_unknown_options": True}
 """So that `cap -5` is refused with the range and not as an option that is unknown."""
@@ -215,9 +215,12 @@ def _change(context: typer.Context, knob: str, value: float) -> None:
 
 def once_trimmed(server: Client, before: list[State]) -> list[State]:
     """The states as soon as every rank has trimmed once more than in `before`."""
-    deadline = time.monotonic() + TRIM_SECONDS
+    deadline, seen = time.monotonic() + TRIM_SECONDS, None
     while True:
         after = server.states()
+        progress = [(new["memory"]["returned_frames_total"], new["memory"].get("moved_pages")) for new in after]
+        if progress != seen:
+            deadline, seen = time.monotonic() + TRIM_SECONDS, progress
         if all(new["memory"]["trims"] > old["memory"]["trims"] for old, new in zip(before, after, strict=True)):
             return after
         if time.monotonic() > deadline:

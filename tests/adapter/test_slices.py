@@ -193,6 +193,21 @@ def test_once_more_than_an_eighth_lacks_all_of_it_is_made_up_though_what_is_empt
     assert control_of(c)._reclaimer.counts.plans == 1
 
 
+def test_a_target_that_cannot_be_met_rests_although_frames_come_and_go():
+    """Requests hold what the neighbour wants, and one more takes a frame and gives it back at every step."""
+    c = caches.returning(pool_tokens=124, pretended=True, mode="move", free_frames=10)
+    held = [Request(c, run(1000 * (1 + number), 8)).admit().prefill() for number in range(8)]
+    residency(c).backing.calls.clear()
+    for number in range(300):
+        request = Request(c, run(20_000 + 100 * number, 8)).admit().prefill()
+        request.abort()
+        c.evict(c.sizes.evictable)
+        control_of(c).step()
+    assert control_of(c)._reclaimer.counts.plans > 0
+    assert len(sizes_of_returns(c)) < 40
+    assert len(held) == 8
+
+
 def test_a_reserve_and_frames_for_a_neighbour_do_not_take_from_each_other_in_circles():
     c, _ = emptied("move", returns_per_slice=1000, reserve_frames=4)
     c.insert(run(2000, 16))

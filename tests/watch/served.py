@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -30,11 +31,17 @@ def watching(url: str, interval: float = 0.05, port: int = 0) -> Iterator[PageSe
             thread.join()
 
 
+def _heed_ctrl_c() -> None:
+    """A shell that runs the tests in the background lets them, and what they start, ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def watch_command(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`radix-pages watch` in a process of its own, and the address of its page; ended in any case."""
     command = [str(Path(sys.executable).with_name("radix-pages")), "watch", "--port", "0", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, preexec_fn=_heed_ctrl_c) as process:
         try:
             assert process.stdout is not None
             yield process, process.stdout.readline().partition(" ")[0]
