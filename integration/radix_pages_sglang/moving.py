@@ -192,7 +192,8 @@ def moves_in(mover: PoolMover, num_pages: int, pool_bytes: int, seconds: float) 
 def returns_in(residency: Residency, seconds: float) -> int:
     """How many frames can be given back in that time, at least one.
 
-    Tried on a frame that nobody has used, if there is one and it can be had; the second slowest try counts, as in `moves_in`.
+    Tried on a frame that nobody has used, if there is one and it can be had; the second slowest try counts, as in
+    `moves_in`.
     """
     unused = np.flatnonzero(residency.ledger.is_returned)[:1]
     if not len(unused):
