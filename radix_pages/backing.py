@@ -26,7 +26,10 @@ class Backing(Protocol):
         """Give `frames` memory: all of them, or none and a CommitError. May take long: the kernel clears pages."""
 
     def decommit(self, frames: Frames) -> None:
-        """Give the memory of `frames` back to the operating system or driver. Nothing may use them any more."""
+        """Give the memory of `frames` back to the operating system or driver. Nothing may use them any more.
+
+        Raises OSError where the system refuses; some of them may then keep their memory.
+        """
 
     def bytes_of(self, frames: Frames) -> int:
         """Bytes that `frames` take when they are committed."""

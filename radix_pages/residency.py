@@ -7,6 +7,7 @@ A frame is committed, or returned while nobody holds one of its pages. Frames ar
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -230,7 +231,8 @@ class Residency:
             succeeded = False
         if not self.agree(succeeded):
             if succeeded:  # it failed on another rank, and ranks stay alike
-                self.backing.decommit(frames)
+                with suppress(OSError):  # memory that stays all the same is `overspent`
+                    self.backing.decommit(frames)
             self.counts.commit_failures += 1
             self._failures_in_a_row += 1
             self._skip = min(2**self._failures_in_a_row - 1, MOST_SKIPPED)

@@ -10,6 +10,7 @@ import errno
 import logging
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -98,7 +99,8 @@ class MmapBacking:
         try:
             self._each_range(frames, self._populate)
         except OSError as error:
-            self.decommit(frames)
+            with suppress(OSError):  # what stays all the same is found when the system is next asked
+                self.decommit(frames)
             raise CommitError(f"{len(frames)} frames could not be committed: {error}") from error
 
     def decommit(self, frames: Frames) -> None:

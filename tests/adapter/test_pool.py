@@ -234,11 +234,12 @@ def test_a_buffer_is_an_ordinary_tensor_that_begins_on_a_page(dtype):
 
 
 class Advised:
-    """A mapping's memory that notes what it is advised, and fails to populate after so many times."""
+    """A mapping's memory that notes what it is advised, fails to populate after so many times, and may keep all."""
 
-    def __init__(self, memory, good=1 << 30):
+    def __init__(self, memory, good=1 << 30, *, keeps=False):
         self._memory = memory
         self.good = good
+        self.keeps = keeps
         self.calls = []
 
     def madvise(self, advice, start, size):
@@ -247,6 +248,8 @@ class Advised:
             self.good -= 1
             if self.good < 0:
                 raise OSError(errno.ENOMEM, "pretended")
+        if self.keeps and advice == mmap.MADV_DONTNEED:
+            raise OSError(errno.EINVAL, "locked, says the test")
         self._memory.madvise(advice, start, size)
 
     def __setitem__(self, place, value):
@@ -281,6 +284,16 @@ def test_without_memory_a_commit_fails_whole_and_other_frames_keep_theirs(good):
     p.mapping.memory.good = 1 << 30
     p.backing.commit(ids(1, 3, 5))
     assert p.backing.resident_bytes() == 5 * p.backing.frame_bytes
+
+
+def test_a_commit_that_fails_and_cannot_be_undone_has_failed_and_what_stays_is_counted():
+    """The kernel refuses to take back memory that is locked."""
+    p = small()
+    p.backing.commit(ids(0))
+    p.mapping.memory = Advised(p.mapping.memory, 1, keeps=True)
+    with pytest.raises(CommitError, match=r"2 frames could not be committed: .*pretended"):
+        p.backing.commit(ids(1, 3))
+    assert p.backing.resident_bytes() > p.backing.frame_bytes
 
 
 def test_a_kernel_that_cannot_populate_still_commits(monkeypatch, caplog):

@@ -205,6 +205,16 @@ def test_a_commit_that_fails_on_another_rank_is_undone_on_this_one():
     assert whole(r)
 
 
+def test_a_commit_that_cannot_be_undone_here_is_no_commit_and_its_memory_is_overspent():
+    r = drawn("#### ---- ----", agree=lambda _: False)
+    r.backing.keep_next_memory = True
+    assert not r.grow(1)
+    assert drawing(r) == "#### ---- ----"
+    assert r.counts.commit_failures == 1
+    assert r.disagreements() == []
+    assert f"the pool occupies {16 * KIB} bytes, its committed frames take {8 * KIB}: " in r.overspent()
+
+
 def test_the_other_ranks_hear_of_a_failure_here_and_each_commit_asks_them_once():
     heard = []
     r = drawn("#### ---- ----", agree=lambda succeeded: heard.append(succeeded) or succeeded)
