@@ -241,7 +241,8 @@ def steady_part(report: Report, seed: int, starts: int, pairs: int) -> None:
             f"start {start + 1}: return / observe, throughput and first token, of each pair: "
             + ", ".join(f"{throughput:.3f} {first:.3f}" for throughput, first in ratios[-1])
         )
-    means = [(statistics.mean(a for a, _ in one), statistics.mean(b for _, b in one)) for one in ratios]
+    mean = statistics.geometric_mean
+    means = [(mean(throughput for throughput, _ in one), mean(first for _, first in one)) for one in ratios]
     say_ratios(report, "steady", means, f"{starts} starts of both servers, {pairs} alternated pairs of loads each")
 
 
@@ -255,18 +256,23 @@ def turns_part(report: Report, seed: int, pairs: int) -> None:
                 found[name].append(burst(server, seed + index))
     both = list(zip(found["return"], found["observe"], strict=True))[1:]  # the first pair warms up
     ratios = [(ours[0] / theirs[0], ours[1] / theirs[1]) for ours, theirs in both]
+    report.numbers["turns_pairs"] = [(round(throughput, 4), round(first, 4)) for throughput, first in ratios]
     say_ratios(report, "turns", ratios, f"{pairs} alternated pairs of loads in one process")
 
 
 def say_ratios(report: Report, part: str, ratios: list[tuple[float, float]], over: str) -> None:
-    """Report return / observe of throughput and of the time to the first token, and keep them for --json."""
+    """Report return / observe of throughput and of the time to the first token, and keep them for --json.
+
+    The mean is the geometric one, so that a pair and its mirror image cancel out.
+    """
     for name, what, values in zip(
         ("throughput", "ttft"),
         ("output tokens a second", "median seconds to the first token"),
         zip(*ratios, strict=True),
         strict=True,
     ):
-        mean, (low, high) = statistics.mean(values), interval(values)
+        logs = [math.log(value) for value in values]
+        mean, low, high = (math.exp(value) for value in (statistics.mean(logs), *interval(logs)))
         report.say(f"{what}: return / observe {mean:.4f}, 95% interval {low:.4f} to {high:.4f} over {over}")
         report.numbers[f"{part}_{name}_ratio"] = [round(value, 4) for value in (mean, low, high)]
 
@@ -310,7 +316,7 @@ def main() -> None:
     parser.add_argument("--probes", type=int, default=10, help="pairs of requests that time regrowing")
     parser.add_argument("--starts", type=int, default=6, help="how often both servers of the steady load start")
     parser.add_argument("--pairs", type=int, default=4, help="alternated pairs of the steady load for each start")
-    parser.add_argument("--turns", type=int, default=16, help="alternated pairs of the steady load on one server")
+    parser.add_argument("--turns", type=int, default=120, help="alternated pairs of the steady load on one server")
     parser.add_argument("--json", action="store_true", help="end with one line holding the numbers as JSON")
     args = parser.parse_args()
     if args.probes < 1 or args.pairs < 1 or args.starts < 2 or args.turns < 2:
